@@ -1,0 +1,92 @@
+"""One settings object: a field, a command-line flag and an ONEKV_ variable are one thing.
+
+`kv_memory` is `LLM(kv_memory=...)`, `--kv-memory` and `ONEKV_KV_MEMORY`. What is given in the call or on the command
+line wins over the variable, the variable over the default.
+"""
+
+import argparse
+import os
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .errors import SettingError
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def _setting(default: Any, metavar: str, help: str, type: Any = str) -> Any:
+    return field(default=default, metadata={"metavar": metavar, "help": help, "type": type})
+
+
+@dataclass(frozen=True)
+class Settings:
+    kv_memory: str | int | None = _setting(
+        None,
+        "SIZE",
+        "bytes for the KV of all conversations, e.g. 512MB, 4GiB, or 50%% of the memory that is free; "
+        "default: half of what the weights leave free, at most what max_batch conversations of full length need",
+    )
+    block_size: int = _setting(64, "TOKENS", "tokens in one block of the KV pool; default 64", int)
+    max_batch: int = _setting(8, "N", "sequences that are generated at the same time; default 8", int)
+    prefill_chunk: int | None = _setting(
+        None, "TOKENS", "tokens of a prompt in one step; default 512 on CPU, 2048 on GPU", int
+    )
+    max_kv_size: int | None = _setting(
+        None,
+        "TOKENS",
+        "keep at most this many tokens per conversation in full-attention layers "
+        "(the first 4 and the most recent); default: keep all",
+        int,
+    )
+    dtype: str | None = _setting(
+        None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_batch", "prefill_chunk", "max_kv_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise SettingError(f"{flag(name)} is {value!r}; it must be a whole number of at least 1")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise SettingError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+
+    @classmethod
+    def resolve(cls, given: dict[str, Any]) -> "Settings":
+        """Settings from `given` (None means not given), then the environment, then the defaults."""
+        unknown = set(given) - {f.name for f in fields(cls)}
+        if unknown:
+            known = ", ".join(f.name for f in fields(cls))
+            raise SettingError(f"unknown setting {sorted(unknown)[0]!r}; there are {known}")
+        values = {name: value for name, value in given.items() if value is not None}
+        for f in fields(cls):
+            text = os.environ.get(variable(f.name))
+            if f.name not in values and text:
+                values[f.name] = _convert(f.metadata["type"], text, variable(f.name))
+        return cls(**values)
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    return "ONEKV_" + name.upper()
+
+
+def _convert(kind: Any, text: str, name: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise SettingError(f"{name}={text!r} is not a whole number") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag per setting; `given_settings` reads them back."""
+    group = parser.add_argument_group("memory")
+    for f in fields(Settings):
+        text = f"{f.metadata['help']} ({variable(f.name)})"
+        group.add_argument(flag(f.name), type=f.metadata["type"], metavar=f.metadata["metavar"], help=text)
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {f.name: getattr(arguments, f.name) for f in fields(Settings)}

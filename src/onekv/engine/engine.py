@@ -1,0 +1,212 @@
+"""Requests in, tokens out, one step at a time.
+
+Each `step` stores one chunk of the oldest prompt that is not stored yet, then decodes one token of every running
+request. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so logits are
+only ever computed for tokens that are sampled from.
+
+Decoding runs one step ahead: step t + 1 is built from the tokens of step t before these are read, so that Python's
+work hides behind the device's. The step in the air (`_flight`) is read before anything else touches the pool. A model
+of few layers has so little work per step that MLX would start to write the pool while the step before still reads it,
+and would copy the pool for that; then the step before is awaited first.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from ..errors import MemoryBudgetError, PromptError
+from ..memory.kv import KVMemory
+from ..memory.plan import Plan, chunk_tokens
+from ..memory.pool import OutOfBlocks
+from ..memory.table import blocks_needed
+from ..units import format_size
+from .ragged import why_not_ragged
+from .request import FinishReason, Request
+from .sampling import sample
+
+# Measured: 50 operations in a step are too few to overlap, 60 enough on CPU; Metal is said to need 500. A layer has 20
+# or more.
+LAYERS_TO_OVERLAP = 24
+
+
+@dataclass
+class Flight:
+    """A decode step that was started: a token for each request, not read yet."""
+
+    requests: list[Request]
+    tokens: mx.array
+
+
+class Engine:
+    def __init__(self, model: Module, plan: Plan, stop_tokens: set[int]) -> None:
+        """Allocates the pool of `plan`; a request ends at any of `stop_tokens`."""
+        self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
+        self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
+        self.waiting: deque[Request] = deque()
+        self.prefilling: Request | None = None
+        self.running: list[Request] = []
+        self._flight: Flight | None = None
+        # Why rows are decoded one by one, if they are.
+        self.one_by_one = why_not_ragged(model, self.memory) if plan.max_batch > 1 else None
+        layers = sum(len(group.layers) for group in plan.layout.groups) + len(plan.layout.states)
+        self._overlap = layers >= LAYERS_TO_OVERLAP
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.prefilling or self.running)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; raises if it can never be served."""
+        self.validate(request)
+        self.waiting.append(request)
+
+    def validate(self, request: Request) -> None:
+        if not request.prompt:
+            raise PromptError("the prompt is empty; it must have at least one token")
+        if request.max_tokens < 1:
+            raise PromptError(f"max_tokens is {request.max_tokens}; it must be at least 1")
+        vocabulary = self.plan.layout.vocabulary
+        for token in request.prompt:
+            if not 0 <= token < vocabulary:
+                raise PromptError(f"token id {token} is out of range: the model knows ids 0 to {vocabulary - 1}")
+        for pool in self.memory.pools:
+            needed = blocks_needed(pool.group.rule, pool.block_size, request.max_length, self.plan.prefill_chunk)
+            if needed > pool.blocks:
+                raise MemoryBudgetError(
+                    f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
+                    f"{request.max_length} tokens to keep, but the KV pool holds {self.plan.longest}; shorten the "
+                    f"prompt, lower max_tokens, or raise --kv-memory (now {format_size(self.plan.budget)})"
+                )
+
+    def step(self) -> list[Request]:
+        """Do a bounded piece of work; returns the requests that got a token or ended in it."""
+        changed: list[Request] = []
+        self._admit()
+        if self.prefilling is not None:
+            changed += self._land()
+            self._prefill(self.prefilling)
+        if self.running:
+            changed += self._decode()
+        return changed
+
+    def cancel(self, requests: list[Request]) -> None:
+        """End those of `requests` that have not ended, and release all they hold."""
+        for request in requests:
+            if not request.finished:
+                self._finish(request, "cancelled")
+        if self._flight is not None and self._flight.requests != self.running:
+            self._flight = None
+        # What was built and not computed would keep its inputs alive.
+        mx.eval(self.memory.arrays())
+
+    # Prefill
+
+    def _admit(self) -> None:
+        """Start to prefill the oldest waiting request, if its worst case fits now."""
+        if self.prefilling is not None or not self.waiting or len(self.running) >= self.plan.max_batch:
+            return
+        try:
+            self.waiting[0].sequence = self.memory.open(self.waiting[0].max_length)
+        except OutOfBlocks:
+            # Others hold the blocks and will give them back; validate() made sure that it fits alone.
+            return
+        self.prefilling = self.waiting.popleft()
+        self.prefilling.started = time.perf_counter()
+
+    def _prefill(self, request: Request) -> None:
+        sequence = request.sequence
+        assert sequence is not None
+        start, last = sequence.length, len(request.prompt) - 1
+        if start < last:
+            count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), last - start)
+            with self.memory.step([sequence], count) as caches:
+                self.model(mx.array(request.prompt[start : start + count])[None], cache=caches)
+            mx.eval(self.memory.arrays())
+        if sequence.length == last:
+            sequence.prefilled()
+            self.running.append(request)
+            self.prefilling = None
+
+    # Decode
+
+    def _decode(self) -> list[Request]:
+        changed: list[Request] = []
+        flight = self._flight
+        if flight is not None and not self._continues(flight):
+            changed += self._land()
+            flight = None
+            if not self.running:
+                return changed
+        self._flight = self._start(flight)
+        if flight is not None:
+            changed += self._read(flight)
+        return changed
+
+    def _continues(self, flight: Flight) -> bool:
+        """Whether all rows of the step in the air, and no others, surely get one more token."""
+        full = any(len(request.tokens) + 1 >= request.max_tokens for request in flight.requests)
+        return flight.requests == self.running and not full
+
+    def _start(self, flight: Flight | None) -> Flight:
+        requests = list(self.running)
+        ahead = 0 if flight is None else 1
+        inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.tokens
+        logits = self._forward(requests, inputs)
+        tokens = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
+        if flight is not None and not self._overlap:
+            mx.eval(flight.tokens)
+        mx.async_eval(tokens, self.memory.arrays())
+        return Flight(requests, tokens)
+
+    def _forward(self, requests: list[Request], inputs: mx.array) -> mx.array:
+        """Logits [rows, vocabulary] after one more token of each request."""
+        if len(requests) > 1 and self.one_by_one is not None:
+            rows = []
+            for index, request in enumerate(requests):
+                rows.append(self._forward([request], inputs[index : index + 1]))
+                # The next row writes the pool: nothing may still be about to read it.
+                mx.eval(rows[-1], self.memory.arrays())
+            return mx.concatenate(rows)
+        sequences = [request.sequence for request in requests if request.sequence is not None]
+        with self.memory.step(sequences, 1) as caches:
+            logits: mx.array = self.model(inputs[:, None], cache=caches)
+        return logits[:, -1]
+
+    def _land(self) -> list[Request]:
+        """Read the step in the air, if there is one."""
+        flight, self._flight = self._flight, None
+        return self._read(flight) if flight is not None else []
+
+    def _read(self, flight: Flight) -> list[Request]:
+        tokens: list[int] = flight.tokens.tolist()  # type: ignore[assignment]
+        now = time.perf_counter()
+        changed: list[Request] = []
+        for request, token in zip(flight.requests, tokens, strict=True):
+            # A request that ended while this step was in the air has one token too many.
+            if request.finished:
+                continue
+            if not request.tokens:
+                request.first = now
+            request.tokens.append(token)
+            changed.append(request)
+            if token in self.stop_tokens:
+                self._finish(request, "stop")
+            elif len(request.tokens) >= request.max_tokens:
+                self._finish(request, "length")
+        return changed
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        request.ended = time.perf_counter()
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        if request is self.prefilling:
+            self.prefilling = None
+        if request.sequence is not None:
+            self.memory.close(request.sequence)
+            request.sequence = None

@@ -1,0 +1,37 @@
+"""Every error a user can meet, as a type with a message for a person.
+
+A message says what is wrong with which value, and which flag or action changes it. The command line prints the
+message alone; a traceback that reaches a user is a bug.
+"""
+
+
+class OneKVError(Exception):
+    """The base of all errors OneKV raises on purpose."""
+
+
+class SettingError(OneKVError):
+    """A setting has a value that cannot be used."""
+
+
+class ModelNotFoundError(OneKVError):
+    """No model by that name, folder or file."""
+
+
+class ModelFormatError(OneKVError):
+    """The model's files are damaged or of a kind that is not supported."""
+
+
+class UnsupportedLayerError(OneKVError):
+    """A layer of the model keeps state in a way OneKV cannot hold."""
+
+
+class FetchError(OneKVError):
+    """A model could not be fetched: network, disk space or checksum."""
+
+
+class MemoryBudgetError(OneKVError):
+    """The plan does not fit the device, or a request can never fit the KV budget."""
+
+
+class PromptError(OneKVError):
+    """The prompt is empty, too long, or has tokens the model does not know."""

@@ -1,0 +1,15 @@
+"""The KV bytes of all sequences, each held once, in arrays that are allocated at start and never move.
+
+Who owns what:
+
+- `Layout` (layout.py) says what a model keeps per token: read from the model, immutable.
+- `Plan` (plan.py) says how many blocks the budget buys and whether all of it fits the device: immutable.
+- `Pool` (pool.py), one per group, owns the arrays and knows who holds each block.
+- `Table` (table.py) owns references to blocks of one pool for one sequence.
+- `Sequence` (sequence.py) owns one table per group and its recurrent states.
+- `Step` (step.py) lives for one forward pass: which sequences, where their new tokens go, what they read.
+- the layers (layers.py) speak mlx-lm's cache protocol; they hold no tokens, only the arrays' single reference.
+- `KVMemory` (kv.py) ties them together for one model.
+
+Units: positions and lengths are tokens, `blocks` are counts or ids of blocks, everything named bytes is bytes.
+"""

@@ -1,0 +1,65 @@
+"""Lets a model's own attention calls reach the pool, without touching the model.
+
+mlx-lm's model files import the name `scaled_dot_product_attention` from `mlx_lm.models.base`. In the modules of the
+loaded model's layers that name is replaced, once, by a function that asks our layer first and else does what it did.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models import base
+
+NAME = "scaled_dot_product_attention"
+Mask = mx.array | str | None
+
+_stock: Callable[..., mx.array] = base.scaled_dot_product_attention
+_watchers: list[list[int]] = []
+
+
+class Attends:
+    """A cache that can do the attention itself."""
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array | None:
+        """The attention's output, or None where the stock attention must do it."""
+        raise NotImplementedError
+
+
+def attention(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: object,
+    scale: float,
+    mask: Mask,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    for heads in _watchers:
+        heads.append(queries.shape[1])
+    if isinstance(cache, Attends):
+        out = cache.attend(queries, keys, scale, mask, sinks)
+        if out is not None:
+            return out
+    return _stock(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def install(model: Module) -> None:
+    """Replace the name in every module that defines a part of `model`."""
+    for name in {type(part).__module__ for part in model.modules()}:
+        if getattr(sys.modules[name], NAME, None) is _stock:
+            setattr(sys.modules[name], NAME, attention)
+
+
+@contextmanager
+def watch() -> Iterator[list[int]]:
+    """Collects the number of query heads of every attention call made inside."""
+    heads: list[int] = []
+    _watchers.append(heads)
+    try:
+        yield heads
+    finally:
+        _watchers.remove(heads)

@@ -1,0 +1,149 @@
+"""The KV memory of one model: pools, the caches the model sees, and the sequences that are open.
+
+The way of a forward pass: `step` makes room in the tables, brings the recurrent states of those sequences into the
+layers, and makes the step current; the model runs; the sequences are longer by what was stored. Everything is lazy
+until the caller evaluates `arrays()`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+
+from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
+from .layout import Layout, Leaf
+from .pool import IntegrityError, Pool
+from .sequence import Sequence, State
+from .step import Step
+
+
+class KVMemory:
+    def __init__(self, layout: Layout, blocks: tuple[int, ...], block_size: int, chunk: int) -> None:
+        """Allocates pools of `blocks[g]` blocks for group g; prefill steps are of at most `chunk` tokens."""
+        self.layout, self.block_size, self.chunk = layout, block_size, chunk
+        self.pools = [Pool(group, count, block_size) for group, count in zip(layout.groups, blocks, strict=True)]
+        self._holder = StepHolder()
+        self._layers: list[PagedLayer] = []
+        self._state_layers: list[StateCache] = []
+        # The model's own argument: one cache per layer, in its order.
+        self.caches: list[Any] = layout.build(self._make)
+        self._open: set[Sequence] = set()
+        self._previous: Step | None = None
+        # Whose recurrent states are in the layers, row by row.
+        self._batch: list[Sequence] = []
+
+    def _make(self, leaf: Leaf) -> PagedLayer | StateCache:
+        if leaf.group < 0:
+            state = StateCache(len(self.layout.states[leaf.layer].parts))
+            self._state_layers.append(state)
+            return state
+        pool = self.pools[leaf.group]
+        kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
+        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer])
+        self._layers.append(layer)
+        return layer
+
+    def open(self, max_length: int) -> Sequence:
+        """A new, empty sequence with room for `max_length` tokens; raises OutOfBlocks if that cannot be promised."""
+        sequence = Sequence(self.pools, max_length, self.chunk)
+        self._open.add(sequence)
+        return sequence
+
+    def close(self, sequence: Sequence) -> None:
+        self._open.discard(sequence)
+        sequence.close()
+        if not self._open:
+            self._drop_batch()
+
+    @contextmanager
+    def step(self, sequences: list[Sequence], count: int) -> Iterator[list[Any]]:
+        """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each."""
+        step = Step(sequences, count, self._previous)
+        self._load_states(sequences)
+        self._holder.step = step
+        try:
+            yield self.caches
+        finally:
+            self._holder.step = None
+            for layer in self._layers:
+                layer.release()
+        self._previous = step
+        for sequence in sequences:
+            sequence.length += count
+
+    @property
+    def exact(self) -> bool:
+        """Whether the KV is in float32, so that results agree to the last few bits."""
+        dtypes = {layer.dtype for group in self.layout.groups for layer in group.layers}
+        return dtypes <= {mx.float32}
+
+    def arrays(self) -> list[mx.array]:
+        """All that a step may have changed: evaluate these to have it stored."""
+        pools = [array for pool in self.pools for layer in pool.layers for array in (layer.k, layer.v)]
+        states = [part for layer in self._state_layers for part in layer.cache if part is not None]
+        return pools + states
+
+    # Recurrent states: with their sequence, or stacked in the layers while the batch stays the same.
+
+    def _load_states(self, sequences: list[Sequence]) -> None:
+        if not self._state_layers or sequences == self._batch:
+            return
+        self._unload_states()
+        for index, layer in enumerate(self._state_layers):
+            rows = [s.states[index] if s.states else None for s in sequences]
+            layer.cache = _stack(rows, len(layer.cache))
+        for sequence in sequences:
+            sequence.states = []
+        self._batch = list(sequences)
+
+    def _unload_states(self) -> None:
+        for row, sequence in enumerate(self._batch):
+            if sequence in self._open:
+                alone = len(self._batch) == 1
+                sequence.states = [
+                    list(layer.cache) if alone else [_row(part, row) for part in layer.cache]
+                    for layer in self._state_layers
+                ]
+        # A lazy row would keep the whole batch alive.
+        mx.eval([s.states for s in self._batch])
+        self._drop_batch()
+
+    def _drop_batch(self) -> None:
+        self._batch = []
+        self._previous = None
+        for layer in self._state_layers:
+            layer.cache = [None] * len(layer.cache)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of recurrent state held now."""
+        layers: int = sum(layer.nbytes for layer in self._state_layers)
+        waiting = [part for s in self._open for state in s.states for part in state]
+        return layers + sum(part.nbytes for part in waiting if part is not None)
+
+    def check_integrity(self) -> None:
+        """Every block is free or held by exactly the open sequences that say so; raises IntegrityError."""
+        for index, pool in enumerate(self.pools):
+            pool.check_integrity([b for s in self._open for b in s.tables[index].held])
+        if not self._open and self.state_bytes:
+            raise IntegrityError(f"{self.state_bytes} bytes of recurrent state are held by nobody")
+
+
+def _row(part: mx.array | None, row: int) -> mx.array | None:
+    return None if part is None else mx.contiguous(part[row : row + 1])
+
+
+def _stack(rows: list[State | None], parts: int) -> State:
+    """The states of several sequences as one batch; a sequence that has none yet starts from zeros."""
+    if len(rows) == 1:
+        return list(rows[0] or [None] * parts)
+    return [_stack_part([row[i] if row else None for row in rows]) for i in range(parts)]
+
+
+def _stack_part(parts: Iterable[mx.array | None]) -> mx.array | None:
+    parts = list(parts)
+    example = next((part for part in parts if part is not None), None)
+    if example is None:
+        return None
+    return mx.concatenate([mx.zeros_like(example) if part is None else part for part in parts])

@@ -1,0 +1,42 @@
+"""One sequence's KV: a table per group, its recurrent states, and how many tokens are stored."""
+
+import mlx.core as mx
+
+from .pool import OutOfBlocks, Pool
+from .table import Table
+
+# The parts of one recurrent layer's state; None until the model makes them.
+State = list[mx.array | None]
+
+
+class Sequence:
+    """States: open (holds blocks and reservations) until `close`; `length` tokens are stored in every layer."""
+
+    def __init__(self, pools: list[Pool], max_length: int, chunk: int) -> None:
+        """Reserves in every group what a sequence of `max_length` tokens needs; raises OutOfBlocks, holding nothing."""
+        self.max_length = max_length
+        self.length = 0
+        self.tables: list[Table] = []
+        # Per recurrent layer; empty while the states are with the running batch.
+        self.states: list[State] = []
+        try:
+            for pool in pools:
+                self.tables.append(Table(pool, max_length, chunk))
+        except OutOfBlocks:
+            self.close()
+            raise
+
+    def advance(self, count: int) -> None:
+        """Make room for `count` more tokens in every table."""
+        for table in self.tables:
+            table.advance(self.length, count)
+
+    def prefilled(self) -> None:
+        for table in self.tables:
+            table.prefilled()
+
+    def close(self) -> None:
+        """Give everything back; closing twice is allowed."""
+        for table in self.tables:
+            table.close()
+        self.tables, self.states = [], []

@@ -1,0 +1,225 @@
+"""What one forward pass needs to know, built once and used by every layer.
+
+A step is one sequence with any number of new tokens, or several sequences with one new token each. For one sequence
+`offset` is a plain int (some models need that); for several it is an array with one position per row.
+
+Reading is described by slots, the columns of a pool array. For one sequence they are exactly what the queries of this
+step may read, in order of position, without padding:
+
+    positions   [0, keep)  [first, length + count)        first = what the rule lets the first query read
+
+For several sequences each row is its blocks, padded with its last block to the longest row, and masked.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .layout import Rule
+from .sequence import Sequence
+from .table import Table
+
+
+def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
+    """Whether a query position reads a key position; arrays of numpy or MLX, broadcast."""
+    mask = key <= query
+    if rule.window is not None:
+        mask = mask & ((key > query - rule.window) | (key < rule.keep))
+    if window is not None:
+        mask = mask & (key > query - window)
+    return mask
+
+
+class Pairs:
+    """All (row, block) pairs of a decode step; valid as long as the tables hold the same blocks.
+
+    `base` is the position of each pair's first slot. `index[row]` lists the row's pairs, padded with pair 0 where
+    `padding` is True; both are None when all rows have equally many.
+    """
+
+    def __init__(self, tables: list[Table]) -> None:
+        self.versions = [table.version for table in tables]
+        self.tables = tables
+        pool = tables[0].pool
+        live = [table.live() for table in tables]
+        counts = [len(indices) for indices in live]
+        blocks = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
+        self.count, self.rows, self.pool_blocks = len(blocks), len(tables), pool.blocks
+        self.blocks = np.array(blocks, np.uint32)
+        self.row = np.repeat(np.arange(self.rows, dtype=np.uint32), counts)
+        first = np.concatenate([np.array(indices, np.int32) for indices in live])
+        self.base = mx.array(first * pool.block_size)
+        self.row_array = mx.array(self.row)
+        self.index: mx.array | None = None
+        if len(set(counts)) > 1:
+            ends = np.cumsum(counts)
+            column = np.arange(max(counts))
+            index = (ends - counts)[:, None] + column
+            padding = column >= np.array(counts)[:, None]
+            self.index = mx.array(np.where(padding, 0, index).astype(np.uint32))
+            self.padding = mx.array(padding)
+        self._matrices: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
+
+    def stale(self, tables: list[Table]) -> bool:
+        return self.tables != tables or self.versions != [table.version for table in tables]
+
+    def matrices(self, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        """For gather_mm, each [pairs, heads]: the row of q, the matrix of the pool, the pair itself."""
+        if heads not in self._matrices:
+            head = np.arange(heads, dtype=np.uint32)
+            pair = np.arange(self.count, dtype=np.uint32)
+            self._matrices[heads] = (
+                mx.array(self.row[:, None] * heads + head),
+                mx.array(head * np.uint32(self.pool_blocks) + self.blocks[:, None]),
+                mx.array(pair[:, None] * heads + head),
+            )
+        return self._matrices[heads]
+
+
+class GroupStep:
+    """One group's part of a step."""
+
+    def __init__(self, tables: list[Table], lengths: list[int], count: int, pairs: Pairs | None) -> None:
+        self.tables, self.lengths, self.count = tables, lengths, count
+        self.rule = tables[0].rule
+        self.block_size = tables[0].pool.block_size
+        self.blocks = tables[0].pool.blocks
+        self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
+        self._pairs = pairs
+        self._masks: dict[int, tuple[mx.array, int | None]] = {}
+        self._bias: dict[tuple[int | None, mx.Dtype], mx.array] = {}
+
+    # Writing
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """One sequence: (slot, token, tokens) runs that say where its new tokens go."""
+        position, end, size = self.lengths[0], self.lengths[0] + self.count, self.block_size
+        spans: list[tuple[int, int, int]] = []
+        while position < end:
+            slot = self.tables[0].blocks[position // size] * size + position % size
+            n = min(size - position % size, end - position)
+            if spans and spans[-1][0] + spans[-1][2] == slot:
+                spans[-1] = (spans[-1][0], spans[-1][1], spans[-1][2] + n)
+            else:
+                spans.append((slot, position - self.lengths[0], n))
+            position += n
+        return spans
+
+    @cached_property
+    def rows(self) -> mx.array:
+        """Several sequences: the slot of each row's new token."""
+        size = self.block_size
+        slots = [t.blocks[n // size] * size + n % size for t, n in zip(self.tables, self.lengths, strict=True)]
+        return mx.array(np.array(slots, np.int32))
+
+    # Reading
+
+    @property
+    def first(self) -> int:
+        """One sequence: the oldest position read, besides the kept ones."""
+        return self.rule.first(self.lengths[0])
+
+    @cached_property
+    def run(self) -> tuple[int, int] | None:
+        """One sequence whose slots to read are adjacent: (first slot, end); else None."""
+        table, size, end = self.tables[0], self.block_size, self.lengths[0] + self.count
+        if len(self.tables) > 1 or min(self.rule.keep, self.first) > 0:
+            return None
+        blocks = table.blocks[self.first // size :]
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        start = blocks[0] * size + self.first % size
+        return start, start + end - self.first
+
+    @cached_property
+    def block_ids(self) -> tuple[mx.array, np.ndarray]:
+        """The blocks to gather, [rows, n], and the position of each of their slots, [rows, n * block_size]."""
+        live = [table.live() for table in self.tables]
+        longest = max(map(len, live))
+        ids = np.empty((len(live), longest), np.uint32)
+        base = np.full((len(live), longest), np.iinfo(np.int32).max // 2, np.int32)
+        for row, (table, indices) in enumerate(zip(self.tables, live, strict=True)):
+            ids[row, : len(indices)] = [table.blocks[i] for i in indices]
+            ids[row, len(indices) :] = table.blocks[-1]
+            base[row, : len(indices)] = np.array(indices) * self.block_size
+        positions = base[:, :, None] + np.arange(self.block_size)
+        return mx.array(ids), positions.reshape(len(live), -1)
+
+    @cached_property
+    def cut(self) -> slice | mx.array:
+        """One sequence: which of the gathered slots are read."""
+        positions = self.block_ids[1][0]
+        end = self.lengths[0] + self.count
+        kept = min(self.rule.keep, self.first)
+        wanted = (positions < end) & ((positions >= self.first) | (positions < kept))
+        slots = np.flatnonzero(wanted)
+        if slots[-1] - slots[0] + 1 == len(slots):
+            return slice(int(slots[0]), int(slots[-1]) + 1)
+        return mx.array(slots.astype(np.uint32))
+
+    # Masks
+
+    def make_mask(self, window: int | None, return_array: bool) -> mx.array | str | None:
+        """The mask for what `read` gives: as mlx-lm's caches would, but equal however a prompt is cut into chunks."""
+        if len(self.tables) == 1:
+            position, end = self.lengths[0], self.lengths[0] + self.count
+            spans = [w for w in (window, self.rule.window) if w is not None]
+            if self.count == 1 and (window is None or end - self.first <= window):
+                return None
+            if not return_array and self.count > 1 and (not spans or end <= min(spans)):
+                return "causal"
+            kept = np.arange(min(self.rule.keep, self.first))
+            keys = np.concatenate((kept, np.arange(self.first, end)))
+            queries = np.arange(position, end)[:, None]
+            return self._own(visible(self.rule, window, queries, keys), window)
+        positions = self.block_ids[1][:, None, None, :]
+        queries = np.array(self.lengths)[:, None, None, None]
+        return self._own(visible(self.rule, window, queries, positions), window)
+
+    def _own(self, mask: np.ndarray, window: int | None) -> mx.array:
+        array = mx.array(mask)
+        self._masks[id(array)] = (array, window)
+        return array
+
+    def owns(self, mask: mx.array | str | None) -> bool:
+        """Whether `mask` says no more than this step knows by itself."""
+        return mask is None or isinstance(mask, str) or id(mask) in self._masks
+
+    def bias(self, mask: mx.array | str | None, dtype: mx.Dtype) -> mx.array:
+        """What to add to decode scores, [pairs, 1, 1, block_size]: 0 for slots that are read, else -inf."""
+        window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
+        key = (window, dtype)
+        if key not in self._bias:
+            position = self.offset
+            query = position[self.pairs.row_array][:, None] if isinstance(position, mx.array) else position
+            slots = self.pairs.base[:, None] + mx.arange(self.block_size)
+            seen = visible(self.rule, window, query, slots)
+            bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
+            self._bias[key] = bias[:, None, None]
+        return self._bias[key]
+
+    @property
+    def pairs(self) -> Pairs:
+        if self._pairs is None:
+            self._pairs = Pairs(self.tables)
+        return self._pairs
+
+
+class Step:
+    """`sequences` get `count` new tokens each; makes room for them."""
+
+    def __init__(self, sequences: list[Sequence], count: int, previous: "Step | None" = None) -> None:
+        lengths = [sequence.length for sequence in sequences]
+        for sequence in sequences:
+            sequence.advance(count)
+        self.sequences, self.count = sequences, count
+        self.groups: list[GroupStep] = []
+        for g in range(len(sequences[0].tables)):
+            tables = [sequence.tables[g] for sequence in sequences]
+            pairs = previous.groups[g]._pairs if previous is not None else None
+            if pairs is not None and pairs.stale(tables):
+                pairs = None
+            self.groups.append(GroupStep(tables, lengths, count, pairs))

@@ -1,0 +1,21 @@
+"""Finding and loading a model: a name, a folder, a GGUF file or a hub id becomes an mlx-lm model.
+
+Names are resolved on first use, because `onekv.models.blas` must run before MLX is imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loader import LoadedModel, load_model
+
+DEFAULT_MODEL = "smollm2-135m"
+
+__all__ = ["DEFAULT_MODEL", "LoadedModel", "load_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LoadedModel", "load_model"):
+        from . import loader
+
+        return getattr(loader, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,62 @@
+"""Model folders from the Hugging Face hub, through mlx-lm's own download and its cache."""
+
+import re
+from pathlib import Path
+
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from ..errors import FetchError, ModelNotFoundError
+from .limits import import_mlx_lm
+
+import_mlx_lm()
+
+from mlx_lm.utils import _download  # noqa: E402
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hub_id(name: str) -> bool:
+    """True for `org/name`, the shape of a hub id."""
+    return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def hub_folder(name: str) -> Path:
+    """The folder of the hub's model `name`, downloaded if the hub's cache does not have it.
+
+    Raises ModelNotFoundError when there is no such model or this user may not have it, FetchError
+    when the hub cannot be reached or the download fails.
+    """
+    try:
+        return Path(_download(name))
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"{name} is gated on the Hugging Face hub: accept its terms there, "
+            "then run hf auth login"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFoundError(
+            f"{name} is no folder here and no model on the Hugging Face hub "
+            "(a private one needs hf auth login)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise FetchError(
+            f"{name} is no folder here and is not in the local cache, and the Hugging Face hub "
+            "cannot be reached; check the network, HTTPS_PROXY and HF_HUB_OFFLINE, or give a "
+            "local folder or .gguf file"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        raise FetchError(
+            f"the Hugging Face hub refused {name} (HTTP {status}); try later"
+        ) from error
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise FetchError(
+            f"{name} could not be downloaded from the Hugging Face hub: {reason}"
+        ) from error

@@ -1,0 +1,41 @@
+"""Byte sizes as people write them: `512MB`, `4GiB`, `50%`."""
+
+import re
+
+from .errors import SettingError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+
+
+def parse_size(text: str | int, *, whole: int | None = None, name: str = "size") -> int:
+    """Bytes in `text`; a percentage is taken of `whole`. `name` is the setting, for the error message."""
+    if isinstance(text, int):
+        size = text
+    else:
+        match = _SIZE.fullmatch(text)
+        unit = match.group(2).lower() if match else None
+        if match is None or (unit != "%" and unit not in _UNITS):
+            raise SettingError(f"{name}={text!r} is not a size; write it like 512MB, 4GiB or 50%")
+        number = float(match.group(1))
+        if unit == "%":
+            if whole is None:
+                raise SettingError(f"{name}={text!r}: a percentage has no meaning here; write bytes like 4GiB")
+            size = int(whole * number / 100)
+        else:
+            size = int(number * _UNITS[unit or ""])
+    if size <= 0:
+        raise SettingError(f"{name}={text!r} must be more than 0 bytes")
+    return size
+
+
+def format_size(size: float) -> str:
+    """`size` in the largest binary unit that leaves a number of at least one: `1.50 GiB`."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{int(size)} B"

@@ -1,0 +1,57 @@
+"""Reference runs with mlx-lm's own caches, and the same runs on OneKV's memory."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from onekv.memory.kv import KVMemory
+from onekv.memory.layout import read_layout
+from onekv.memory.sequence import Sequence
+
+
+def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:
+    """Logits of every token: the first `prompt` in chunks, the rest one by one, with mlx-lm's caches."""
+    caches = caches or make_prompt_cache(model)
+    outputs = []
+    for start, end in pieces(len(tokens), prompt, chunk):
+        outputs.append(model(mx.array(tokens[start:end])[None], cache=caches)[0])
+        mx.eval(outputs[-1])
+    return mx.concatenate(outputs)
+
+
+def pieces(length: int, prompt: int, chunk: int) -> list[tuple[int, int]]:
+    starts = [*range(0, prompt, chunk), *range(prompt, length)]
+    return list(zip(starts, [*starts[1:], length], strict=True))
+
+
+def make_memory(
+    model: Any, blocks: int = 80, block_size: int = 16, chunk: int = 48, max_kv_size: int | None = None
+) -> KVMemory:
+    layout = read_layout(model, max_kv_size)
+    return KVMemory(layout, (blocks,) * len(layout.groups), block_size, chunk)
+
+
+def forward(model: Any, memory: KVMemory, sequences: list[Sequence], rows: list[list[int]]) -> mx.array:
+    """Logits [rows, tokens, vocabulary] after the tokens of each row are stored in its sequence."""
+    with memory.step(sequences, len(rows[0])) as caches:
+        logits = model(mx.array(rows), cache=caches)
+    mx.eval(logits, memory.arrays())
+    return logits
+
+
+def paged_logits(model: Any, memory: KVMemory, tokens: list[int], prompt: int, chunk: int) -> mx.array:
+    """Like `stock_logits`, on a new sequence of `memory`, which is closed afterwards."""
+    sequence = memory.open(len(tokens))
+    outputs = []
+    for start, end in pieces(len(tokens), prompt, chunk):
+        outputs.append(forward(model, memory, [sequence], [tokens[start:end]])[0])
+        if end == prompt:
+            sequence.prefilled()
+        memory.check_integrity()
+    memory.close(sequence)
+    return mx.concatenate(outputs)
+
+
+def worst(a: mx.array, b: mx.array) -> float:
+    return float(mx.abs(a - b).max())

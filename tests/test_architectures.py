@@ -1,0 +1,106 @@
+"""The reference models run on stock mlx-lm caches as the table says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from architectures import ARCHITECTURES, VOCAB, build, cache_kind
+
+PROMPT = 150
+TOLERANCE = 1e-4
+TOKENS = np.random.default_rng(1).integers(1, VOCAB, (2, PROMPT + 5))
+
+
+@pytest.fixture(autouse=True)
+def plain_cpu() -> Iterator[None]:
+    """Full float32 precision, and no minute of compiling kernels when their cache is empty."""
+    device = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    mx.disable_compile()
+    yield
+    mx.set_default_device(device)
+    if "MLX_DISABLE_COMPILE" not in os.environ:
+        mx.enable_compile()
+
+
+def prefill(
+    model: nn.Module, tokens: np.ndarray, length: int, chunk: int
+) -> tuple[np.ndarray, list[Any]]:
+    """Logits of the first ``length`` tokens and the stock caches holding them."""
+    caches = make_prompt_cache(model)
+    logits = []
+    for start in range(0, length, chunk):
+        logits.append(
+            model(mx.array(tokens[None, start : min(start + chunk, length)]), cache=caches)
+        )
+        mx.eval(logits[-1], [cache.state for cache in caches])
+    return np.array(mx.concatenate(logits, axis=1))[0], caches
+
+
+def decode(model: nn.Module, tokens: list[np.ndarray], caches: list[Any]) -> np.ndarray:
+    """Logits of further tokens, one step at a time, one row per list entry."""
+    logits = [
+        model(mx.array(np.array(step)[:, None]), cache=caches) for step in zip(*tokens, strict=True)
+    ]
+    return np.array(mx.concatenate(logits, axis=1))
+
+
+def generate(model: nn.Module, tokens: np.ndarray, chunk: int) -> np.ndarray:
+    """Logits of a prompt in chunks, then of the remaining tokens singly."""
+    logits, caches = prefill(model, tokens, PROMPT, chunk)
+    return np.concatenate([logits, decode(model, [tokens[PROMPT:]], caches)[0]])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stock_prefill_and_decode(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = build(name)
+    again = dict(tree_flatten(build(name).parameters()))
+    for path, value in tree_flatten(model.parameters()):
+        assert value.dtype == mx.float32, path
+        assert mx.array_equal(value, again[path]), path
+    assert tuple(map(cache_kind, make_prompt_cache(model))) == architecture.caches
+
+    tokens = TOKENS[0]
+    chunked = generate(model, tokens, 64)
+    assert chunked.shape == (len(tokens), VOCAB)
+    assert np.isfinite(chunked).all()
+    assert 1 <= chunked.std() <= 5
+
+    changed = tokens.copy()
+    changed[2] = tokens[2] % (VOCAB - 1) + 1
+    assert np.abs(generate(model, changed, 64)[-1] - chunked[-1]).max() > 0.02
+
+    difference = np.abs(generate(model, tokens, PROMPT) - chunked).max()
+    assert (difference <= TOLERANCE) == architecture.chunk_exact, difference
+    assert bool(architecture.reason) != architecture.chunk_exact
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stock_batched_decode(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    model = build(name)
+    lengths = (PROMPT, PROMPT - 49)
+    nexts = [row[n : n + 3] for row, n in zip(TOKENS, lengths, strict=True)]
+
+    def caches() -> list[list[Any]]:
+        return [prefill(model, row, n, 64)[1] for row, n in zip(TOKENS, lengths, strict=True)]
+
+    single = [decode(model, [row], c)[0] for row, c in zip(nexts, caches(), strict=True)]
+    try:
+        merged = [rows[0].merge(list(rows)) for rows in zip(*caches(), strict=True)]
+        difference = np.abs(decode(model, nexts, merged) - np.stack(single)).max()
+    except (AttributeError, TypeError, ValueError) as error:
+        assert architecture.batch_gap, error
+    else:
+        assert (difference <= TOLERANCE) == (not architecture.batch_gap), difference
+        assert not architecture.int_offset
