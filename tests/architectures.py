@@ -156,13 +156,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "phi3": Architecture("phi3", _LLAMA, (_KV,) * 2),
     "olmo2": Architecture("olmo2", _LLAMA, (_KV,) * 2),
-    "mixtral": Architecture(
-        "mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}, (_KV,) * 2
-    ),
+    "mixtral": Architecture("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}, (_KV,) * 2),
     "starcoder2": Architecture("starcoder2", _LLAMA, (_KV,) * 2),
-    "glm4": Architecture(
-        "glm4", {**_LLAMA, "attention_bias": True, "partial_rotary_factor": 0.5}, (_KV,) * 2
-    ),
+    "glm4": Architecture("glm4", {**_LLAMA, "attention_bias": True, "partial_rotary_factor": 0.5}, (_KV,) * 2),
     "stablelm": Architecture(
         "stablelm",
         {
@@ -215,9 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         (_KV,) * 3,
     ),
-    "deepseek_v3": Architecture(
-        "deepseek_v3", {**_DEEPSEEK, "n_group": 2, "topk_group": 1}, (_KV,) * 3
-    ),
+    "deepseek_v3": Architecture("deepseek_v3", {**_DEEPSEEK, "n_group": 2, "topk_group": 1}, (_KV,) * 3),
     "minicpm3": Architecture(
         "minicpm3",
         {
@@ -411,9 +405,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         (_KV, _ROT) * 2,
     ),
-    "iquestloopcoder": Architecture(
-        "iquestloopcoder", {**_LLAMA, "loop_window_size": 24}, (_KV,) * 2 + (_ROT,) * 2
-    ),
+    "iquestloopcoder": Architecture("iquestloopcoder", {**_LLAMA, "loop_window_size": 24}, (_KV,) * 2 + (_ROT,) * 2),
     # ChunkedKVCache.
     "llama4": Architecture(
         "llama4",

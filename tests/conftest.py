@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
+
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:

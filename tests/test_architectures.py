@@ -32,25 +32,19 @@ def plain_cpu() -> Iterator[None]:
         mx.enable_compile()
 
 
-def prefill(
-    model: nn.Module, tokens: np.ndarray, length: int, chunk: int
-) -> tuple[np.ndarray, list[Any]]:
+def prefill(model: nn.Module, tokens: np.ndarray, length: int, chunk: int) -> tuple[np.ndarray, list[Any]]:
     """Logits of the first ``length`` tokens and the stock caches holding them."""
     caches = make_prompt_cache(model)
     logits = []
     for start in range(0, length, chunk):
-        logits.append(
-            model(mx.array(tokens[None, start : min(start + chunk, length)]), cache=caches)
-        )
+        logits.append(model(mx.array(tokens[None, start : min(start + chunk, length)]), cache=caches))
         mx.eval(logits[-1], [cache.state for cache in caches])
     return np.array(mx.concatenate(logits, axis=1))[0], caches
 
 
 def decode(model: nn.Module, tokens: list[np.ndarray], caches: list[Any]) -> np.ndarray:
     """Logits of further tokens, one step at a time, one row per list entry."""
-    logits = [
-        model(mx.array(np.array(step)[:, None]), cache=caches) for step in zip(*tokens, strict=True)
-    ]
+    logits = [model(mx.array(np.array(step)[:, None]), cache=caches) for step in zip(*tokens, strict=True)]
     return np.array(mx.concatenate(logits, axis=1))
 
 

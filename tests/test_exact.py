@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import ARCHITECTURES, VOCAB, build
 from mlx_lm.models.cache import RotatingKVCache
-from stock import forward, make_memory, paged_logits, pieces, stock_logits, worst
 
-from onekv.engine.ragged import why_not_ragged
+from architectures import ARCHITECTURES, VOCAB, build
+from onekv.engine.selftest import set_direct, why_one_by_one
 from onekv.errors import UnsupportedLayerError
 from onekv.memory.layout import KEEP, read_layout
+from stock import forward, make_memory, paged_logits, pieces, stock_logits, worst
 
 TOLERANCE = 1e-4
 DECODED = 40
@@ -41,6 +41,7 @@ def test_one_sequence_equals_stock(name):
     tokens = random_tokens(PROMPTS[0] + DECODED, seed=1)
     expected = stock_logits(model, tokens, PROMPTS[0], CHUNK)
     memory = make_memory(model)
+    set_direct(model, memory)
     assert worst(paged_logits(model, memory, tokens, PROMPTS[0], CHUNK), expected) < TOLERANCE
     memory.check_integrity()
 
@@ -49,7 +50,8 @@ def test_one_sequence_equals_stock(name):
 def test_ragged_batch_equals_stock(name):
     model = build(name)
     memory = make_memory(model)
-    assert why_not_ragged(model, memory) is None
+    set_direct(model, memory)
+    assert why_one_by_one(model, memory) is None
     rows = [random_tokens(prompt + DECODED, seed=prompt) for prompt in PROMPTS]
     sequences = [memory.open(len(row)) for row in rows]
     for sequence, row, prompt in zip(sequences, rows, PROMPTS, strict=True):
@@ -72,7 +74,7 @@ def test_ragged_batch_equals_stock(name):
 @pytest.mark.parametrize("name", sorted(ROW_BY_ROW))
 def test_models_that_cannot_take_ragged_rows_are_found(name):
     model = build(name)
-    assert why_not_ragged(model, make_memory(model)) is not None
+    assert why_one_by_one(model, make_memory(model)) is not None
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

@@ -22,7 +22,14 @@ def where(symbol):
     assert ctypes.CDLL(None).dladdr(address, ctypes.byref(info))
     return info.file.decode()
 """
-LOAD = "from onekv.models.blas import ensure_fast_blas\n"
+# The package without its `__init__`, which would import MLX and take seconds.
+BARE = """
+import importlib.util, pathlib, sys, types
+package = types.ModuleType("onekv")
+package.__path__ = [str(pathlib.Path(importlib.util.find_spec("onekv").origin).parent)]
+sys.modules["onekv"] = package
+"""
+LOAD = BARE + "from onekv.models.blas import ensure_fast_blas\n"
 
 
 def run(code: str, cache: Path, *options: str, **environment: str) -> str:
@@ -56,9 +63,7 @@ def test_mlx_itself_binds_to_our_library(tmp_path: Path) -> None:
     log = tmp_path / "log"
     run(code, tmp_path, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(log))
     text = "".join(file.read_text() for file in tmp_path.glob("log.*"))
-    bound = [
-        line for line in text.splitlines() if "libmlx.so" in line and "`cblas_sgemm'" in line
-    ]
+    bound = [line for line in text.splitlines() if "libmlx.so" in line and "`cblas_sgemm'" in line]
     assert bound
     assert all(f"to {tmp_path}/libopenblas" in line for line in bound)
 
@@ -85,9 +90,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     code = WHERE + LOAD + "print(ensure_fast_blas(), where('cblas_sgemm'))"
     environment = os.environ | {"ONEKV_CACHE_DIR": str(tmp_path)}
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, env=environment
-        )
+        subprocess.Popen([sys.executable, "-c", code], text=True, stdout=subprocess.PIPE, env=environment)
         for _ in range(2)
     ]
     outputs = [process.communicate(timeout=60)[0].strip() for process in both]
@@ -133,12 +136,8 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_importing_it_imports_no_mlx(tmp_path: Path) -> None:
-    """Loaded as the package's first module, without the package's own `__init__`."""
-    code = (
-        "import importlib.util, pathlib, sys, types\n"
-        "root = pathlib.Path(importlib.util.find_spec('onekv').origin).parent\n"
-        "package = types.ModuleType('onekv'); package.__path__ = [str(root)]\n"
-        "sys.modules['onekv'] = package\n" + LOAD + "print(ensure_fast_blas())\n"
+    code = LOAD + (
+        "print(ensure_fast_blas())\n"
         "foreign = {'mlx', 'mlx_lm', 'numpy', 'requests', 'importlib.metadata', 'scipy_openblas32'}\n"
         "print(foreign & set(sys.modules))"
     )
@@ -147,18 +146,13 @@ def test_importing_it_imports_no_mlx(tmp_path: Path) -> None:
 
 
 def test_open_file_limit_survives_mlx_lm(tmp_path: Path) -> None:
-    code = (
-        "import resource\nbefore = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+    code = BARE + (
+        "import resource\nhard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(3000, hard), hard))\n"
+        "before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "from onekv.models.limits import import_mlx_lm\nimport_mlx_lm()\n"
         "import mlx_lm.utils\nafter = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "assert after[1] == before[1] and after[0] >= min(before[0], 2048), (before, after)\n"
         "print(after[0] - before[0])"
     )
-    wrapped = (
-        "import sys, types, importlib.util, pathlib\n"
-        "root = pathlib.Path(importlib.util.find_spec('onekv').origin).parent\n"
-        "package = types.ModuleType('onekv'); package.__path__ = [str(root)]\n"
-        "sys.modules['onekv'] = package\n"
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (8000, 10000))\n" + code
-    )
-    assert run(wrapped, tmp_path) == "0"
+    assert run(code, tmp_path) == "0"

@@ -13,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import Spec, as_mlx, config, write
 from mlx.utils import tree_flatten
+
 from onekv.errors import ModelFormatError
 from onekv.models.gguf import load_gguf
 from onekv.models.gguf_header import read_header
@@ -111,9 +112,7 @@ def llama3_factors(head_dim: int, base: float, scaling: dict[str, float]) -> np.
             factors.append(scaling["factor"])
         else:
             smooth = scaling["original_max_position_embeddings"] / length
-            smooth = (smooth - scaling["low_freq_factor"]) / (
-                scaling["high_freq_factor"] - scaling["low_freq_factor"]
-            )
+            smooth = (smooth - scaling["low_freq_factor"]) / (scaling["high_freq_factor"] - scaling["low_freq_factor"])
             factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
     return np.array(factors, np.float32)
 
@@ -183,7 +182,7 @@ def test_truncated_anywhere_is_refused(tmp_path: Path, sound: bytes) -> None:
     file = tmp_path / "cut.gguf"
     for length in [*range(0, 4000, 7), *range(4000, len(sound), 997), len(sound) - 64]:
         file.write_bytes(sound[:length])
-        with pytest.raises(ModelFormatError, match="cut.gguf"):
+        with pytest.raises(ModelFormatError, match=r"cut\.gguf"):
             read_header(file)
 
 

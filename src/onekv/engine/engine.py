@@ -4,10 +4,10 @@ Each `step` stores one chunk of the oldest prompt that is not stored yet, then d
 request. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so logits are
 only ever computed for tokens that are sampled from.
 
-Decoding runs one step ahead: step t + 1 is built from the tokens of step t before these are read, so that Python's
-work hides behind the device's. The step in the air (`_flight`) is read before anything else touches the pool. A model
-of few layers has so little work per step that MLX would start to write the pool while the step before still reads it,
-and would copy the pool for that; then the step before is awaited first.
+Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
+step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
+MLX would find the pool still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every
+step). The step in the air (`_flight`) is read before anything else touches the pool.
 """
 
 import time
@@ -23,13 +23,9 @@ from ..memory.plan import Plan, chunk_tokens
 from ..memory.pool import OutOfBlocks
 from ..memory.table import blocks_needed
 from ..units import format_size
-from .ragged import why_not_ragged
 from .request import FinishReason, Request
 from .sampling import sample
-
-# Measured: 50 operations in a step are too few to overlap, 60 enough on CPU; Metal is said to need 500. A layer has 20
-# or more.
-LAYERS_TO_OVERLAP = 24
+from .selftest import set_direct, why_one_by_one
 
 
 @dataclass
@@ -49,10 +45,9 @@ class Engine:
         self.prefilling: Request | None = None
         self.running: list[Request] = []
         self._flight: Flight | None = None
+        set_direct(model, self.memory)
         # Why rows are decoded one by one, if they are.
-        self.one_by_one = why_not_ragged(model, self.memory) if plan.max_batch > 1 else None
-        layers = sum(len(group.layers) for group in plan.layout.groups) + len(plan.layout.states)
-        self._overlap = layers >= LAYERS_TO_OVERLAP
+        self.one_by_one = why_one_by_one(model, self.memory) if plan.max_batch > 1 else None
 
     @property
     def idle(self) -> bool:
@@ -156,7 +151,7 @@ class Engine:
         inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.tokens
         logits = self._forward(requests, inputs)
         tokens = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
-        if flight is not None and not self._overlap:
+        if flight is not None:
             mx.eval(flight.tokens)
         mx.async_eval(tokens, self.memory.arrays())
         return Flight(requests, tokens)

@@ -1,17 +1,32 @@
 """Decode attention straight over the pool: no sequence's keys or values are gathered or copied.
 
-One query token per row. Every (row, block) pair is one small matrix product with the block where it lies
-(`mx.gather_mm`), so blocks may be anywhere and shared. The pairs of a row are then joined:
+One query token per row. A single sequence whose slots are adjacent is read as one matrix (`run_decode`). Else every
+(row, block) pair is one small matrix product with the block where it lies (`mx.gather_mm`), so blocks may be anywhere
+and shared (`paged_decode`). G query heads share one KV head. The pairs of a row are joined either as a grid,
 
-    scores  [pairs, heads, G, block_size]     G query heads share one KV head
-    top     [rows, heads, G]                  the largest score of the row (and its sink)
-    out     [rows, heads, G, dim]             sum over the row's pairs of exp(scores - top) @ V, over the sum of weights
+    scores  [rows, heads, n, G, block_size] -> softmax over all n * block_size slots of a row -> [rows, heads, G, dim]
+
+or, when rows are of very different lengths and a grid would be mostly padding, from a list of pairs:
+
+    scores  [pairs, heads, G, block_size]
+    top     [rows, heads, G]        the largest score of the row (and its sink)
+    out     [rows, heads, G, dim]   sum over the row's pairs of exp(scores - top) @ V, over the sum of weights
 """
+
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from .pool import LayerArrays
 from .step import Pairs
+
+
+def run_decode(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """Attention of `queries` [1, query heads, 1, dim] over all of `keys` and `values` [heads, tokens, dim]."""
+    heads, _, k_dim = keys.shape
+    q = (queries * scale).astype(keys.dtype).reshape(heads, -1, k_dim)
+    weights = mx.softmax(q @ keys.swapaxes(1, 2), axis=-1, precise=True)
+    return (weights @ values).astype(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
 def paged_decode(
@@ -26,33 +41,55 @@ def paged_decode(
     heads, _, k_dim = arrays.k.shape
     v_dim, size = arrays.v.shape[-1], bias.shape[-1]
     rows, query_heads = queries.shape[:2]
-    shared = query_heads // heads
     q_of, block_of, pair_of = pairs.matrices(heads)
 
-    q = (queries * scale).astype(arrays.k.dtype).reshape(rows * heads, shared, k_dim)
+    q = (queries * scale).astype(arrays.k.dtype).reshape(rows * heads, -1, k_dim)
     keys = arrays.k.reshape(-1, size, k_dim).swapaxes(1, 2)
-    scores = mx.gather_mm(q, keys, q_of, block_of).astype(mx.float32) + bias
+    values = arrays.v.reshape(-1, size, v_dim)
+    scores = mx.gather_mm(q, keys, q_of, block_of)
+    if sinks is not None:
+        sinks = sinks.reshape(heads, -1)
+    join = _join_grid if pairs.grid else _join_list
+    out = join(scores, bias, pairs, sinks, lambda w: mx.gather_mm(w, values, pair_of, block_of))
+    return out.astype(queries.dtype).reshape(rows, query_heads, 1, v_dim)
 
+
+Product = Callable[[mx.array], mx.array]
+
+
+def _join_grid(
+    scores: mx.array, bias: mx.array, pairs: Pairs, sinks: mx.array | None, times_values: Product
+) -> mx.array:
+    """[rows, heads, n, G, block_size] -> [rows, heads, G, dim]."""
+    rows, heads, count, shared, size = scores.shape
+    flat = (scores + bias).swapaxes(2, 3).reshape(rows, heads, shared, count * size)
+    if sinks is None:
+        weights = mx.softmax(flat, axis=-1, precise=True)
+    else:
+        column = mx.broadcast_to(sinks.astype(flat.dtype)[None, ..., None], (rows, heads, shared, 1))
+        weights = mx.softmax(mx.concatenate([flat, column], axis=-1), axis=-1, precise=True)[..., :-1]
+    weights = weights.reshape(rows, heads, shared, count, size).swapaxes(2, 3)
+    return times_values(weights.reshape(-1, shared, size)).sum(axis=2)
+
+
+def _join_list(
+    scores: mx.array, bias: mx.array, pairs: Pairs, sinks: mx.array | None, times_values: Product
+) -> mx.array:
+    """[pairs, heads, G, block_size] -> [rows, heads, G, dim]."""
+    dtype = scores.dtype
+    scores = scores.astype(mx.float32) + bias
     top = _by_row(scores.max(axis=-1), pairs, -mx.inf).max(axis=1)
     if sinks is not None:
-        sink = sinks.astype(mx.float32).reshape(1, heads, shared)
-        top = mx.maximum(top, sink)
-    spread = top if pairs.rows == 1 else top[pairs.row_array]
-    weights = mx.exp(scores - spread[..., None])
+        top = mx.maximum(top, sinks.astype(mx.float32))
+    weights = mx.exp(scores - top[pairs.row_array][..., None])
     total = _by_row(weights.sum(axis=-1), pairs, 0).sum(axis=1)
     if sinks is not None:
-        total = total + mx.exp(sink - top)
-
-    values = arrays.v.reshape(-1, size, v_dim)
-    weights = weights.astype(values.dtype).reshape(-1, shared, size)
-    parts = mx.gather_mm(weights, values, pair_of, block_of).astype(mx.float32)
-    out = _by_row(parts, pairs, 0).sum(axis=1) / total[..., None]
-    return out.astype(queries.dtype).reshape(rows, query_heads, 1, v_dim)
+        total = total + mx.exp(sinks.astype(mx.float32) - top)
+    parts = times_values(weights.astype(dtype).reshape(-1, *scores.shape[-2:])).astype(mx.float32)
+    return _by_row(parts, pairs, 0).sum(axis=1) / total[..., None]
 
 
 def _by_row(parts: mx.array, pairs: Pairs, fill: float) -> mx.array:
     """[pairs, ...] -> [rows, pairs of the row, ...]; rows with fewer pairs are padded with `fill`."""
-    if pairs.index is None:
-        return parts.reshape(pairs.rows, -1, *parts.shape[1:])
     padding = pairs.padding.reshape(*pairs.padding.shape, *[1] * (parts.ndim - 1))
     return mx.where(padding, mx.array(fill, parts.dtype), parts[pairs.index])

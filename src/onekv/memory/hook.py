@@ -15,7 +15,7 @@ from mlx_lm.models import base
 NAME = "scaled_dot_product_attention"
 Mask = mx.array | str | None
 
-_stock: Callable[..., mx.array] = base.scaled_dot_product_attention
+stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 _watchers: list[list[int]] = []
 
 
@@ -23,7 +23,13 @@ class Attends:
     """A cache that can do the attention itself."""
 
     def attend(
-        self, queries: mx.array, keys: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
     ) -> mx.array | None:
         """The attention's output, or None where the stock attention must do it."""
         raise NotImplementedError
@@ -41,16 +47,16 @@ def attention(
     for heads in _watchers:
         heads.append(queries.shape[1])
     if isinstance(cache, Attends):
-        out = cache.attend(queries, keys, scale, mask, sinks)
+        out = cache.attend(queries, keys, values, scale, mask, sinks)
         if out is not None:
             return out
-    return _stock(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
+    return stock_attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
 
 def install(model: Module) -> None:
     """Replace the name in every module that defines a part of `model`."""
     for name in {type(part).__module__ for part in model.modules()}:
-        if getattr(sys.modules[name], NAME, None) is _stock:
+        if getattr(sys.modules[name], NAME, None) is stock_attention:
             setattr(sys.modules[name], NAME, attention)
 
 

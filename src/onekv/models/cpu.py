@@ -22,5 +22,5 @@ def unpack(model: Module, dtype: mx.Dtype) -> None:
 
 def evaluate(model: Module) -> None:
     """Reads and computes the weights module by module, so that only one is there in two forms."""
-    for module in model.modules():  # type: ignore[no-untyped-call]
+    for module in model.modules():
         mx.eval([value for value in module.values() if isinstance(value, mx.array)])

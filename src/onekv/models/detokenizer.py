@@ -1,6 +1,7 @@
-"""Streaming text for byte-level tokens, equal to decoding all of them at once."""
+"""Streaming text, token by token, equal to decoding all tokens at once."""
 
 import codecs
+import re
 from typing import Any
 
 from tokenizers import pre_tokenizers
@@ -10,6 +11,8 @@ from .limits import import_mlx_lm
 import_mlx_lm()
 
 from mlx_lm.tokenizer_utils import StreamingDetokenizer  # noqa: E402
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -24,21 +27,15 @@ def _byte_of_char() -> dict[str, int]:
     return own | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class ByteLevelDetokenizer(StreamingDetokenizer):  # type: ignore[misc]
+class _BytesDetokenizer(StreamingDetokenizer):  # type: ignore[misc]
     """Text grows with each token; an unfinished character is held back until it is whole.
 
-    mlx-lm's own drops a leading space and garbles the byte 0, so its text is not what `decode`
-    gives.
+    mlx-lm's own drop leading spaces and garble the byte 0, so their text is not what `decode` gives.
     """
 
-    def __init__(self, tokenizer: Any):
-        byte_of = _byte_of_char()
-        self._pieces = [
-            bytes(byte_of[char] for char in token)
-            if all(char in byte_of for char in token)
-            else token.encode()
-            for token in tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-        ]
+    def __init__(self, pieces: list[bytes], strip_space: bool):
+        self._pieces = pieces
+        self._strip_space = strip_space
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +48,39 @@ class ByteLevelDetokenizer(StreamingDetokenizer):  # type: ignore[misc]
         self.tokens.append(token)
         # Ids past the vocabulary exist where the embedding is padded; they stand for no text.
         piece = self._pieces[token] if token < len(self._pieces) else b""
+        if self._strip_space and len(self.tokens) == 1:
+            piece = piece.removeprefix(b" ")
         self.text += self._decoder.decode(piece)
 
     def finalize(self) -> None:
         self.text += self._decoder.decode(b"", final=True)
+
+
+class ByteLevelDetokenizer(_BytesDetokenizer):
+    """For GPT-2's kind of tokens, whose characters stand for bytes."""
+
+    def __init__(self, tokenizer: Any):
+        byte_of = _byte_of_char()
+        pieces = [
+            bytes(byte_of[char] for char in token) if all(char in byte_of for char in token) else token.encode()
+            for token in _tokens(tokenizer)
+        ]
+        super().__init__(pieces, strip_space=False)
+
+
+class SentencePieceDetokenizer(_BytesDetokenizer):
+    """For tokens with U+2581 for a space and <0xNN> for a byte. `strip_space` drops the one that
+    encoding put before the text. Bytes that are no UTF-8 may give fewer U+FFFD than `decode` does.
+    """
+
+    def __init__(self, tokenizer: Any, strip_space: bool):
+        pieces = [
+            bytes([int(match[1], 16)]) if (match := _BYTE.fullmatch(token)) else token.replace("\u2581", " ").encode()
+            for token in _tokens(tokenizer)
+        ]
+        super().__init__(pieces, strip_space)
+
+
+def _tokens(tokenizer: Any) -> list[str]:
+    tokens: list[str] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return tokens

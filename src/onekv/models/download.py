@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+import urllib3
 from tqdm import tqdm
 
 TIMEOUT = (10.0, 60.0)
@@ -16,21 +17,17 @@ _PAUSES = (0.2, 0.5, 1.0, 2.0, 4.0)  # seconds, after each dropped connection
 _DROPPED = (
     requests.ConnectionError,
     requests.Timeout,
-    requests.exceptions.ChunkedEncodingError,
+    urllib3.exceptions.HTTPError,
 )
 
 
-def download(
-    session: requests.Session, url: str, part: Path, *, size: int, title: str, progress: bool
-) -> None:
+def download(session: requests.Session, url: str, part: Path, *, size: int, title: str, progress: bool) -> None:
     """Makes `part` the whole of `url`, of `size` bytes, keeping the bytes it already has.
 
     A dropped connection is taken up again a few times. Raises requests.RequestException when that
     is not enough and OSError when `part` cannot be written; `part` then keeps what came.
     """
-    with tqdm(
-        total=size, unit="B", unit_scale=True, desc=title, file=sys.stderr, disable=not progress
-    ) as bar:
+    with tqdm(total=size, unit="B", unit_scale=True, desc=title, file=sys.stderr, disable=not progress) as bar:
         for pause in _PAUSES:
             if _continue(session, url, part, size, bar):
                 return
@@ -63,7 +60,8 @@ def _save(answer: requests.Response, part: Path, have: int, size: int, bar: "tqd
     with part.open("ab" if goes_on else "wb") as file:
         if answer.status_code == requests.codes.partial_content and not heeded:
             return
-        for chunk in answer.iter_content(_CHUNK):
+        # read1 gives what has come; iter_content would lose a chunk cut short by a drop.
+        while chunk := answer.raw.read1(_CHUNK):
             file.write(chunk)
             bar.update(len(chunk))
             if file.tell() > size:

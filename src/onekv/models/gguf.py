@@ -66,9 +66,7 @@ class _Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.fail(
-                f"metadata {self.architecture}.{key} is {value!r}, not a number above 0"
-            )
+            raise self.fail(f"metadata {self.architecture}.{key} is {value!r}, not a number above 0")
         return float(value)
 
     def text(self, key: str, default: str) -> str:
@@ -99,9 +97,7 @@ def load_gguf(
         _quantize(model, header, modules, config)
     _check_parameters(model, header, modules, dequantize)
     for name, module in modules.items():
-        tensor = (
-            placeholder(header.tensors[name]) if lazy else read_tensor(path, header.tensors[name])
-        )
+        tensor = placeholder(header.tensors[name]) if lazy else read_tensor(path, header.tensors[name])
         weights = _weights(tensor, module, dtype, dequantize)
         # One tensor at a time: packed and unpacked never exist side by side for the whole model.
         if not lazy:
@@ -122,9 +118,7 @@ def _model_config(header: GGUFHeader) -> dict[str, Any]:
     heads = meta.integer("attention.head_count")
     hidden = meta.integer("embedding_length")
     if heads == 0 or "token_embd.weight" not in header.tensors:
-        raise meta.fail(
-            "it has no attention heads or no token_embd.weight, so it is no language model"
-        )
+        raise meta.fail("it has no attention heads or no token_embd.weight, so it is no language model")
     head_dim = meta.integer("attention.key_length", hidden // heads)
     context = meta.integer("context_length")
     _refuse_what_would_be_wrong(meta, head_dim, hidden // heads, context)
@@ -152,9 +146,7 @@ def _model_config(header: GGUFHeader) -> dict[str, Any]:
     return config
 
 
-def _refuse_what_would_be_wrong(
-    meta: _Metadata, head_dim: int, plain_head_dim: int, context: int
-) -> None:
+def _refuse_what_would_be_wrong(meta: _Metadata, head_dim: int, plain_head_dim: int, context: int) -> None:
     """Settings that change the result and that mlx-lm's model of this architecture does not
     have.
     """
@@ -165,9 +157,7 @@ def _refuse_what_would_be_wrong(
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
         raise meta.fail("rotary embedding of a part of each head is not supported in GGUF files")
     if meta.architecture == "qwen2" and head_dim != plain_head_dim:
-        raise meta.fail(
-            f"qwen2 with heads of {head_dim} instead of {plain_head_dim} is not supported"
-        )
+        raise meta.fail(f"qwen2 with heads of {head_dim} instead of {plain_head_dim} is not supported")
     window = meta.integer("attention.sliding_window", 0)
     if 0 < window < context:
         raise meta.fail(f"a sliding window ({window} tokens) is not supported in GGUF files")
@@ -200,16 +190,12 @@ def _set_rope_factors(model: Module, header: GGUFHeader, config: dict[str, Any])
     factors = read_tensor(header.path, info)
     head_dim = config["head_dim"]
     if isinstance(factors, Packed) or factors.shape != (head_dim // 2,):
-        raise ModelFormatError(
-            f"{header.path}: {_ROPE_FACTORS} is {info.type} of shape {info.shape}"
-        )
+        raise ModelFormatError(f"{header.path}: {_ROPE_FACTORS} is {info.type} of shape {info.shape}")
     exponents = mx.arange(0, head_dim, 2, dtype=mx.float32) / head_dim
     periods = config["rope_theta"] ** exponents * factors.astype(mx.float32)
     mx.eval(periods)
     for layer in model.layers:
-        rope = Llama3RoPE(
-            head_dim, config["max_position_embeddings"], True, config["rope_theta"], {"factor": 1.0}
-        )
+        rope = Llama3RoPE(head_dim, config["max_position_embeddings"], True, config["rope_theta"], {"factor": 1.0})
         rope._freqs = periods
         layer.self_attn.rope = rope
 
@@ -227,16 +213,12 @@ def _module_of_tensor(header: GGUFHeader, config: dict[str, Any]) -> dict[str, s
         elif len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER:
             prefix = f"model.layers.{int(parts[1])}.{_LAYER[parts[2]]}"
         if prefix is None or parts[-1] not in ("weight", "bias"):
-            raise ModelFormatError(
-                f"{header.path}: tensor {name!r} is not part of a {config['model_type']} model"
-            )
+            raise ModelFormatError(f"{header.path}: tensor {name!r} is not part of a {config['model_type']} model")
         found[name] = f"{prefix}.{parts[-1]}"
     return found
 
 
-def _quantize(
-    model: Module, header: GGUFHeader, modules: dict[str, str], config: dict[str, Any]
-) -> None:
+def _quantize(model: Module, header: GGUFHeader, modules: dict[str, str], config: dict[str, Any]) -> None:
     """Makes the layers whose weights are packed in the file into quantized layers."""
     bits = {
         parameter.removesuffix(".weight"): BITS[header.tensors[name].type]
@@ -255,18 +237,12 @@ def _quantize(
     }
 
 
-def _check_parameters(
-    model: Module, header: GGUFHeader, modules: dict[str, str], dequantize: bool
-) -> None:
+def _check_parameters(model: Module, header: GGUFHeader, modules: dict[str, str], dequantize: bool) -> None:
     """Every parameter of the model has one tensor of its shape in the file, and no tensor is left
     over.
     """
-    parameters: Any = tree_flatten(dict(model.parameters()))  # type: ignore[no-untyped-call]
-    shapes = {
-        name: tuple(array.shape)
-        for name, array in parameters
-        if not name.endswith((".scales", ".biases"))
-    }
+    parameters: Any = tree_flatten(dict(model.parameters()))
+    shapes = {name: tuple(array.shape) for name, array in parameters if not name.endswith((".scales", ".biases"))}
     for name, parameter in modules.items():
         info = header.tensors[name]
         if parameter not in shapes:
@@ -276,16 +252,12 @@ def _check_parameters(
         if info.type in BITS and not dequantize:
             shape = (*shape[:-1], shape[-1] * BITS[info.type] // 32)
         if shape != expected:
-            raise ModelFormatError(
-                f"{header.path}: tensor {name!r} has shape {shape}, the model needs {expected}"
-            )
+            raise ModelFormatError(f"{header.path}: tensor {name!r} has shape {shape}, the model needs {expected}")
     if shapes:
         raise ModelFormatError(f"{header.path}: no tensor for {min(shapes)} of the model")
 
 
-def _weights(
-    tensor: mx.array | Packed, parameter: str, dtype: mx.Dtype, dequantize: bool
-) -> dict[str, mx.array]:
+def _weights(tensor: mx.array | Packed, parameter: str, dtype: mx.Dtype, dequantize: bool) -> dict[str, mx.array]:
     if not isinstance(tensor, Packed):
         return {parameter: tensor.astype(dtype)}
     if dequantize:

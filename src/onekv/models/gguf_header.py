@@ -210,8 +210,7 @@ class _Reader:
                 raise self.fail(f"tensor {name!r} is there twice")
             if offset % alignment or start + nbytes > self.size:
                 raise self.fail(
-                    f"tensor {name!r} lies at [{start}, {start + nbytes}) of {self.size} bytes; "
-                    "download it again"
+                    f"tensor {name!r} lies at [{start}, {start + nbytes}) of {self.size} bytes; download it again"
                 )
             tensors[name] = TensorInfo(name, type_name, shape, start, nbytes)
         return tensors

@@ -37,9 +37,7 @@ class Packed:
 
     def dequantize(self, dtype: mx.Dtype) -> mx.array:
         """The values in `dtype`. In float32 they are exact: each product has at most 19 bits."""
-        full = mx.dequantize(
-            self.weight, self.scales, self.biases, group_size=GROUP_SIZE, bits=self.bits
-        )
+        full = mx.dequantize(self.weight, self.scales, self.biases, group_size=GROUP_SIZE, bits=self.bits)
         return full.astype(dtype)
 
 
@@ -86,9 +84,7 @@ def _pack(raw: npt.NDArray[np.uint8], info: TensorInfo) -> Packed:
     bits = BITS[info.type]
     words = np.ascontiguousarray(packed).view("<u4").reshape(*rows, width * bits // 32)
     groups = (*rows, width // GROUP_SIZE)
-    return Packed(
-        mx.array(words), mx.array(scales.reshape(groups)), mx.array(biases.reshape(groups)), bits
-    )
+    return Packed(mx.array(words), mx.array(scales.reshape(groups)), mx.array(biases.reshape(groups)), bits)
 
 
 def _halves(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float32]:
@@ -100,6 +96,4 @@ def _halves(blocks: npt.NDArray[np.uint8], at: int) -> npt.NDArray[np.float32]:
 def _neighbours(halves: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """16 bytes of (value i, value i + 16) as 16 bytes of (value 2 i, value 2 i + 1)."""
     low, high = halves & 0x0F, halves >> 4
-    return np.concatenate(
-        [low[:, 0::2] | low[:, 1::2] << 4, high[:, 0::2] | high[:, 1::2] << 4], axis=1
-    )
+    return np.concatenate([low[:, 0::2] | low[:, 1::2] << 4, high[:, 0::2] | high[:, 1::2] << 4], axis=1)

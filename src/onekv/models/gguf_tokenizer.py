@@ -1,7 +1,6 @@
 """The tokenizer inside a GGUF file, built with `tokenizers` and wrapped as mlx-lm wants it."""
 
 import importlib
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,14 +10,13 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from ..errors import ModelFormatError
-from .detokenizer import ByteLevelDetokenizer
+from .detokenizer import ByteLevelDetokenizer, SentencePieceDetokenizer
 from .gguf_header import GGUFHeader
 from .limits import import_mlx_lm
 
 import_mlx_lm()
 
 from mlx_lm.tokenizer_utils import (  # noqa: E402
-    SPMStreamingDetokenizer,
     TokenizerWrapper,
     _infer_tool_parser,
 )
@@ -82,9 +80,7 @@ class _Builder:
         if value is None and default is not None:
             return [default] * len(self.tokens)
         if not hasattr(value, "tolist") or len(value) != len(self.tokens):
-            raise self.fail(
-                f"metadata tokenizer.ggml.{key} does not have one number for each token"
-            )
+            raise self.fail(f"metadata tokenizer.ggml.{key} does not have one number for each token")
         numbers: list[Any] = value.tolist()
         return numbers
 
@@ -115,8 +111,7 @@ class _Builder:
                 special_tokens=[(bos, self.ids[bos])],
             )
         names = {"bos": bos} | {
-            full: self.token(short)
-            for full, short in (("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            full: self.token(short) for full, short in (("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         }
         template = self.header.metadata.get("tokenizer.chat_template")
         fast = PreTrainedTokenizerFast(
@@ -125,9 +120,7 @@ class _Builder:
             **{f"{name}_token": text for name, text in names.items() if text is not None},
         )
         fast.chat_template = template if isinstance(template, str) else None
-        return TokenizerWrapper(
-            fast, self.detokenizer(), eos_token_ids=self.end_ids(), **_tool_parser(fast)
-        )
+        return TokenizerWrapper(fast, self.detokenizer(), eos_token_ids=self.end_ids(), **_tool_parser(fast))
 
     def added(self, kind: int) -> list[AddedToken]:
         special = kind == _CONTROL
@@ -185,9 +178,7 @@ class _Builder:
     def merges_from_scores(self) -> Iterator[tuple[str, str]]:
         """Every pair of tokens that makes a token; the higher that one's score, the sooner."""
         scores = self.numbers("scores")
-        normal = {
-            token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _NORMAL
-        }
+        normal = {token for token, kind in zip(self.tokens, self.types, strict=True) if kind == _NORMAL}
         for token in sorted(normal, key=lambda token: (-scores[self.ids[token]], self.ids[token])):
             pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
             known = [pair for pair in pairs if pair[0] in normal and pair[1] in normal]
@@ -196,11 +187,7 @@ class _Builder:
     def detokenizer(self) -> Callable[[Any], Any]:
         if self.model == "gpt2":
             return ByteLevelDetokenizer
-        # mlx-lm's takes any token that starts with <0x for a byte.
-        odd = next((t for t in self.tokens if re.match(r"<0x(?![0-9A-Fa-f]{2}>)", t)), None)
-        if odd is not None:
-            raise self.fail(f"token {odd!r} looks like a byte and is none")
-        return partial(SPMStreamingDetokenizer, trim_space=self.space_prefix)
+        return partial(SentencePieceDetokenizer, strip_space=self.space_prefix)
 
 
 def _cut(pre: str) -> Any:

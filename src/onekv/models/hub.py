@@ -36,13 +36,11 @@ def hub_folder(name: str) -> Path:
         return Path(_download(name))
     except GatedRepoError as error:
         raise ModelNotFoundError(
-            f"{name} is gated on the Hugging Face hub: accept its terms there, "
-            "then run hf auth login"
+            f"{name} is gated on the Hugging Face hub: accept its terms there, then run hf auth login"
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"{name} is no folder here and no model on the Hugging Face hub "
-            "(a private one needs hf auth login)"
+            f"{name} is no folder here and no model on the Hugging Face hub (a private one needs hf auth login)"
         ) from error
     except LocalEntryNotFoundError as error:
         raise FetchError(
@@ -52,11 +50,7 @@ def hub_folder(name: str) -> Path:
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
-        raise FetchError(
-            f"the Hugging Face hub refused {name} (HTTP {status}); try later"
-        ) from error
+        raise FetchError(f"the Hugging Face hub refused {name} (HTTP {status}); try later") from error
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
-        raise FetchError(
-            f"{name} could not be downloaded from the Hugging Face hub: {reason}"
-        ) from error
+        raise FetchError(f"{name} could not be downloaded from the Hugging Face hub: {reason}") from error

@@ -35,9 +35,7 @@ class LoadedModel:
     config: dict[str, Any]
 
 
-def load_model(
-    name: str, *, dtype: str | None = None, lazy: bool = False, progress: bool = True
-) -> LoadedModel:
+def load_model(name: str, *, dtype: str | None = None, lazy: bool = False, progress: bool = True) -> LoadedModel:
     """Finds and loads the model `name`: a known name, a .gguf file, a folder, or a hub id, in that
     order.
 
@@ -72,17 +70,13 @@ def _resolve(name: str, progress: bool) -> Path:
     path = Path(name).expanduser()
     if name and path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelFormatError(
-                f"{path} is not a .gguf file; give such a file or a model's folder"
-            )
+            raise ModelFormatError(f"{path} is not a .gguf file; give such a file or a model's folder")
         return path
     if name and path.is_dir():
         return path
     if is_hub_id(name):
         return hub_folder(name)
-    raise ModelNotFoundError(
-        f"no model {name!r}: not a known name, file or folder{_suggestion(name, path)}"
-    )
+    raise ModelNotFoundError(f"no model {name!r}: not a known name, file or folder{_suggestion(name, path)}")
 
 
 def _suggestion(name: str, path: Path) -> str:

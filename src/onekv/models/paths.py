@@ -42,6 +42,4 @@ def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError as error:
-        raise FetchError(
-            "there is no home folder to keep a cache in; set ONEKV_CACHE_DIR to a folder"
-        ) from error
+        raise FetchError("there is no home folder to keep a cache in; set ONEKV_CACHE_DIR to a folder") from error

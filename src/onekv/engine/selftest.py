@@ -1,0 +1,75 @@
+"""What a model can do, tried on the model itself when it is loaded.
+
+Nearly all of mlx-lm's models take one position per row and pass what a cache returns straight to attention. Some need a
+plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
+what a cache returns elsewhere. Two short sequences, decoded in each way, tell.
+"""
+
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from ..memory.kv import KVMemory
+from ..memory.pool import OutOfBlocks
+from ..memory.sequence import Sequence
+
+LENGTHS = (3, 21)
+# Chooses what to read by the slot a token lies in, and only in contexts too long to try here.
+BY_SLOT = {"mlx_lm.models.minimax_m3_vl"}
+
+
+def set_direct(model: Module, memory: KVMemory) -> None:
+    """Let layers return stand-ins from decode steps if the model uses what they return for attention alone."""
+    expected = _decode(model, memory, [1])
+    layers = memory.attended
+    for direct in (True, False):
+        for layer in layers:
+            layer.direct = direct
+        # A stand-in that was used makes this NaN, which equals nothing.
+        if _close(_decode(model, memory, [1]), expected, memory):
+            return
+
+
+def why_one_by_one(model: Module, memory: KVMemory) -> str | None:
+    """None if rows of different lengths can be decoded in one call, else the reason."""
+    if type(model).__module__ in BY_SLOT:
+        return "the model takes the place of a token in memory for its position"
+    alone = mx.concatenate([_decode(model, memory, [row]) for row in range(len(LENGTHS))])
+    try:
+        together = _decode(model, memory, range(len(LENGTHS)))
+    except OutOfBlocks:
+        return "the pool holds one short sequence only"
+    except (TypeError, ValueError) as error:
+        return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
+    if _close(together, alone, memory):
+        return None
+    return "the model's output for a row depends on the rows beside it"
+
+
+def _close(logits: mx.array, expected: mx.array, memory: KVMemory) -> bool:
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    tolerance = 0.02 if memory.exact else 0.3
+    return bool(mx.abs(logits - expected).max() <= tolerance * expected.std())
+
+
+def _decode(model: Module, memory: KVMemory, rows: Iterable[int]) -> mx.array:
+    """Logits of one decode step of sequences that have LENGTHS[row] tokens stored."""
+    sequences: list[Sequence] = []
+    inputs = []
+    try:
+        for row in rows:
+            tokens = np.random.default_rng(row).integers(0, memory.layout.vocabulary, LENGTHS[row] + 1)
+            inputs.append(tokens[-1:])
+            sequences.append(memory.open(len(tokens)))
+            with memory.step(sequences[-1:], LENGTHS[row]) as caches:
+                model(mx.array(tokens[None, :-1]), cache=caches)
+            mx.eval(memory.arrays())
+        with memory.step(sequences, 1) as caches:
+            logits: mx.array = model(mx.array(np.stack(inputs)), cache=caches)
+        mx.eval(logits, memory.arrays())
+        return logits[:, -1]
+    finally:
+        for sequence in sequences:
+            memory.close(sequence)

@@ -1,0 +1,126 @@
+"""Memory is a flat line: the pool's arrays keep their buffers, and a step leaves nothing behind."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+
+from onekv.config import Settings
+from onekv.engine import Engine, Request
+from onekv.memory import layers
+from onekv.memory.plan import make_plan
+
+PROMPT, DECODED = 1500, 600
+
+
+def make_engine(layer_count: int, **settings) -> Engine:
+    """A random model whose pool is far larger than what a step computes."""
+    mx.random.seed(1)
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": layer_count,
+        "intermediate_size": 128,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128,
+    }
+    model = llama.Model(llama.ModelArgs.from_dict(shape))
+    mx.eval(model.parameters())
+    resolved = Settings(**{"kv_memory": "200MB", "max_batch": 4, **settings})
+    return Engine(model, make_plan(model, resolved, None), set())
+
+
+def addresses(engine: Engine) -> list[int]:
+    mx.eval(engine.memory.arrays())
+    pools = [arrays for pool in engine.memory.pools for arrays in pool.layers]
+    return [np.array(a, copy=False).ctypes.data for arrays in pools for a in (arrays.k, arrays.v)]
+
+
+def run(engine: Engine, requests: list[Request]) -> list[int]:
+    """Active memory after every step that decodes."""
+    for request in requests:
+        engine.submit(request)
+    active = []
+    while not engine.idle:
+        engine.step()
+        if not engine.waiting and engine.prefilling is None:
+            active.append(mx.get_active_memory())
+    return active
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 128, length).tolist()
+
+
+# Fewer than LAYERS_TO_OVERLAP layers: each step awaits the one before. More: they overlap.
+@pytest.mark.parametrize("layer_count", [4, 26])
+def test_active_memory_is_flat_while_decoding(layer_count):
+    engine = make_engine(layer_count)
+    pool = engine.memory.pools[0]
+    before = addresses(engine)
+    active = run(engine, [Request(random_prompt(PROMPT), DECODED)])
+    layer = engine.plan.layout.groups[0].layers[0]
+    workspace = layer.token_bytes * (PROMPT + DECODED)
+    assert len(active) >= DECODED
+    assert max(active) - min(active) < workspace + pool.block_bytes
+    assert addresses(engine) == before
+    engine.memory.check_integrity()
+
+
+@pytest.mark.parametrize("layer_count", [4, 26])
+def test_a_batch_peaks_far_below_a_second_copy(layer_count):
+    engine = make_engine(layer_count)
+    before = addresses(engine)
+    base = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run(engine, [Request(random_prompt(300 + 50 * i, i), 40) for i in range(4)])
+    one_layer = engine.memory.pools[0].nbytes // layer_count
+    scores = engine.plan.layout.query_heads * 512 * 512 * 4 * 3
+    assert mx.get_peak_memory() - base < one_layer // 2 + scores
+    assert mx.get_active_memory() <= base + 2**20
+    assert addresses(engine) == before
+
+
+def test_memory_is_flat_past_max_kv_size():
+    engine = make_engine(4, max_kv_size=256, prefill_chunk=64)
+    before = addresses(engine)
+    active = run(engine, [Request(random_prompt(700), 300)])
+    assert max(active) - min(active) < engine.memory.pools[0].block_bytes
+    assert addresses(engine) == before
+
+
+def test_a_write_that_is_not_in_place_is_noticed(monkeypatch):
+    """The tests above can fail: a slice that outlives its step makes the next write copy the pool."""
+    engine = make_engine(4)
+    before = addresses(engine)
+    pinned = []
+    write = layers.write
+
+    def pinning_write(step, arrays, keys, values):
+        write(step, arrays, keys, values)
+        pinned.append(arrays.k[:, :1])
+
+    monkeypatch.setattr(layers, "write", pinning_write)
+    run(engine, [Request(random_prompt(40), 8)])
+    assert addresses(engine) != before
+
+
+def test_the_plan_covers_what_a_run_peaks_at():
+    engine = make_engine(8, prefill_chunk=512)
+    mx.reset_peak_memory()
+    run(engine, [Request(random_prompt(3000, i), 10) for i in range(3)])
+    plan = engine.plan
+    assert mx.get_peak_memory() < plan.total
+    assert plan.pool_bytes <= plan.budget
+
+
+def test_closed_engine_returns_all_memory():
+    base = mx.get_active_memory()
+    engine = make_engine(4)
+    run(engine, [Request(random_prompt(100), 10)])
+    assert mx.get_active_memory() > base + 150 * 10**6
+    del engine
+    assert mx.get_active_memory() < base + 10**6
