@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .pairs import Grid, PairList, Pairs
 from .pool import LayerArrays
-from .step import Pairs
 
 
 def run_decode(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
@@ -49,20 +49,24 @@ def paged_decode(
     scores = mx.gather_mm(q, keys, q_of, block_of)
     if sinks is not None:
         sinks = sinks.reshape(heads, -1)
-    join = _join_grid if pairs.grid else _join_list
-    out = join(scores, bias, pairs, sinks, lambda w: mx.gather_mm(w, values, pair_of, block_of))
+
+    def times_values(weights: mx.array) -> mx.array:
+        return mx.gather_mm(weights.astype(values.dtype), values, pair_of, block_of)
+
+    if isinstance(pairs, Grid):
+        out = _join_grid(scores + bias, sinks, times_values)
+    else:
+        out = _join_list(scores.astype(mx.float32) + bias, pairs, sinks, times_values)
     return out.astype(queries.dtype).reshape(rows, query_heads, 1, v_dim)
 
 
 Product = Callable[[mx.array], mx.array]
 
 
-def _join_grid(
-    scores: mx.array, bias: mx.array, pairs: Pairs, sinks: mx.array | None, times_values: Product
-) -> mx.array:
+def _join_grid(scores: mx.array, sinks: mx.array | None, times_values: Product) -> mx.array:
     """[rows, heads, n, G, block_size] -> [rows, heads, G, dim]."""
     rows, heads, count, shared, size = scores.shape
-    flat = (scores + bias).swapaxes(2, 3).reshape(rows, heads, shared, count * size)
+    flat = scores.swapaxes(2, 3).reshape(rows, heads, shared, count * size)
     if sinks is None:
         weights = mx.softmax(flat, axis=-1, precise=True)
     else:
@@ -72,24 +76,20 @@ def _join_grid(
     return times_values(weights.reshape(-1, shared, size)).sum(axis=2)
 
 
-def _join_list(
-    scores: mx.array, bias: mx.array, pairs: Pairs, sinks: mx.array | None, times_values: Product
-) -> mx.array:
+def _join_list(scores: mx.array, pairs: PairList, sinks: mx.array | None, times_values: Product) -> mx.array:
     """[pairs, heads, G, block_size] -> [rows, heads, G, dim]."""
-    dtype = scores.dtype
-    scores = scores.astype(mx.float32) + bias
     top = _by_row(scores.max(axis=-1), pairs, -mx.inf).max(axis=1)
     if sinks is not None:
         top = mx.maximum(top, sinks.astype(mx.float32))
-    weights = mx.exp(scores - top[pairs.row_array][..., None])
+    weights = mx.exp(scores - pairs.spread(top)[..., None])
     total = _by_row(weights.sum(axis=-1), pairs, 0).sum(axis=1)
     if sinks is not None:
         total = total + mx.exp(sinks.astype(mx.float32) - top)
-    parts = times_values(weights.astype(dtype).reshape(-1, *scores.shape[-2:])).astype(mx.float32)
+    parts = times_values(weights.reshape(-1, *scores.shape[-2:])).astype(mx.float32)
     return _by_row(parts, pairs, 0).sum(axis=1) / total[..., None]
 
 
-def _by_row(parts: mx.array, pairs: Pairs, fill: float) -> mx.array:
+def _by_row(parts: mx.array, pairs: PairList, fill: float) -> mx.array:
     """[pairs, ...] -> [rows, pairs of the row, ...]; rows with fewer pairs are padded with `fill`."""
     padding = pairs.padding.reshape(*pairs.padding.shape, *[1] * (parts.ndim - 1))
     return mx.where(padding, mx.array(fill, parts.dtype), parts[pairs.index])

@@ -18,11 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 from .layout import Rule
+from .pairs import NOWHERE, Pairs, make_pairs
 from .sequence import Sequence
 from .table import Table
-
-# A position no query reads: beyond all of them.
-NOWHERE = 2**30
 
 
 def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
@@ -35,74 +33,18 @@ def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
     return mask
 
 
-class Pairs:
-    """All (row, block) pairs of a decode step; valid as long as the tables hold the same blocks.
-
-    As a grid, [rows, blocks of the longest row], if little of it is padding; else as one list, [pairs], in which
-    `index[row]` says where the row's pairs are (padded with pair 0 where `padding` is True). `base` is the position
-    of each pair's first slot; padding has one that no query reads.
-    """
-
-    def __init__(self, tables: list[Table]) -> None:
-        self.tables = tables
-        self.versions = [table.version for table in tables]
-        pool = tables[0].pool
-        self.pool_blocks, self.rows = pool.blocks, len(tables)
-        live = [table.live() for table in tables]
-        counts = np.array([len(indices) for indices in live])
-        column = np.arange(counts.max())
-        padding = column >= counts[:, None]
-        ids = np.zeros(padding.shape, np.uint32)
-        base = np.full(padding.shape, NOWHERE, np.int32)
-        ids[~padding] = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
-        base[~padding] = [i * pool.block_size for indices in live for i in indices]
-        self.grid = bool(padding.sum() * 4 <= counts.sum())
-        if self.grid:
-            self.ids, self.base = ids, mx.array(base)
-        else:
-            self.ids, self.base = ids[~padding], mx.array(base[~padding])
-            self.row = np.repeat(np.arange(self.rows, dtype=np.uint32), counts)
-            self.row_array = mx.array(self.row)
-            first = np.cumsum(counts) - counts
-            self.index = mx.array(np.where(padding, 0, first[:, None] + column).astype(np.uint32))
-            self.padding = mx.array(padding)
-        self._matrices: dict[int, tuple[mx.array, mx.array, mx.array]] = {}
-
-    def stale(self, tables: list[Table]) -> bool:
-        return self.tables != tables or self.versions != [table.version for table in tables]
-
-    def positions(self, lengths: list[int]) -> mx.array:
-        """The query position of each pair, broadcastable to `base`."""
-        position = mx.array(np.array(lengths, np.int32))
-        return position[:, None] if self.grid else position[self.row_array]
-
-    def matrices(self, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-        """For gather_mm: which row of q, which matrix of the pool, which pair; [rows, heads, n] or [pairs, heads]."""
-        if heads not in self._matrices:
-            head = np.arange(heads, dtype=np.uint32)
-            blocks = np.uint32(self.pool_blocks)
-            if self.grid:
-                row = np.arange(self.rows, dtype=np.uint32)[:, None, None]
-                block = head[:, None] * blocks + self.ids[:, None, :]
-                query = np.broadcast_to(row * heads + head[:, None], block.shape)
-            else:
-                block = head * blocks + self.ids[:, None]
-                query = self.row[:, None] * heads + head
-            pair = np.arange(block.size, dtype=np.uint32).reshape(block.shape)
-            self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
-        return self._matrices[heads]
-
-
 class GroupStep:
     """One group's part of a step."""
 
-    def __init__(self, tables: list[Table], lengths: list[int], count: int, pairs: Pairs | None) -> None:
+    def __init__(self, tables: list[Table], lengths: list[int], count: int, previous: Pairs | None) -> None:
         self.tables, self.lengths, self.count = tables, lengths, count
         self.rule = tables[0].rule
         self.block_size = tables[0].pool.block_size
         self.blocks = tables[0].pool.blocks
         self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
-        self._pairs = pairs
+        # Pairs of an earlier step, which may still be right, and those of this one once they are used.
+        self._previous = previous
+        self.used_pairs: Pairs | None = None
         self._masks: dict[int, tuple[mx.array, int | None]] = {}
         self._bias: dict[tuple[int | None, mx.Dtype], mx.array] = {}
         self._stand_ins: dict[tuple[int, int], mx.array] = {}
@@ -221,17 +163,17 @@ class GroupStep:
         window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
         key = (window, dtype)
         if key not in self._bias:
+            query = self.pairs.spread(mx.array(np.array(self.lengths, np.int32)))
             slots = self.pairs.base[..., None] + mx.arange(self.block_size)
-            seen = visible(self.rule, window, self.pairs.positions(self.lengths)[..., None], slots)
+            seen = visible(self.rule, window, query[..., None], slots)
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
-            self._bias[key] = bias[:, None, :, None] if self.pairs.grid else bias[:, None, None]
+            self._bias[key] = self.pairs.shape_bias(bias)
         return self._bias[key]
 
-    @property
+    @cached_property
     def pairs(self) -> Pairs:
-        if self._pairs is None:
-            self._pairs = Pairs(self.tables)
-        return self._pairs
+        self.used_pairs = make_pairs(self.tables, self._previous)
+        return self.used_pairs
 
 
 class Step:
@@ -245,7 +187,5 @@ class Step:
         self.groups: list[GroupStep] = []
         for g in range(len(sequences[0].tables)):
             tables = [sequence.tables[g] for sequence in sequences]
-            pairs = previous.groups[g]._pairs if previous is not None else None
-            if pairs is not None and pairs.stale(tables):
-                pairs = None
+            pairs = previous.groups[g].used_pairs if previous is not None else None
             self.groups.append(GroupStep(tables, lengths, count, pairs))

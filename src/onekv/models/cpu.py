@@ -2,12 +2,7 @@
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.utils import dequantize_model  # noqa: E402
+from mlx_lm.utils import dequantize_model
 
 
 def unpack(model: Module, dtype: mx.Dtype) -> None:

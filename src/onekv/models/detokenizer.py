@@ -4,13 +4,8 @@ import codecs
 import re
 from typing import Any
 
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 from tokenizers import pre_tokenizers
-
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.tokenizer_utils import StreamingDetokenizer  # noqa: E402
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

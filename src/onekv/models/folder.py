@@ -8,15 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ModelFormatError
 from .cpu import evaluate, unpack
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
-from mlx_lm.utils import load_model, load_tokenizer  # noqa: E402
 
 _MAX_HEADER = 100 << 20
 _INDEX = "model.safetensors.index.json"

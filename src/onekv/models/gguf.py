@@ -13,18 +13,13 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import Llama3RoPE
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ModelFormatError
 from .gguf_header import GGUFHeader, read_header
 from .gguf_tensors import BITS, GROUP_SIZE, Packed, placeholder, read_tensor
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.models.rope_utils import Llama3RoPE  # noqa: E402
-from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
-
-from .gguf_tokenizer import build_tokenizer  # noqa: E402
+from .gguf_tokenizer import build_tokenizer
 
 # general.architecture -> module of mlx_lm.models.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -5,22 +5,18 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from mlx_lm.tokenizer_utils import (
+    TokenizerWrapper,
+    _infer_tool_parser,
+)
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from ..errors import ModelFormatError
 from .detokenizer import ByteLevelDetokenizer, SentencePieceDetokenizer
 from .gguf_header import GGUFHeader
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.tokenizer_utils import (  # noqa: E402
-    TokenizerWrapper,
-    _infer_tool_parser,
-)
-from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _WORDS = (

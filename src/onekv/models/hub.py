@@ -10,13 +10,9 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from mlx_lm.utils import _download
 
 from ..errors import FetchError, ModelNotFoundError
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.utils import _download  # noqa: E402
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 

@@ -7,18 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ModelFormatError, ModelNotFoundError, SettingError
 from .fetch import KNOWN_FILES, fetch
-from .limits import import_mlx_lm
-
-import_mlx_lm()
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
-
-from .folder import load_folder  # noqa: E402
-from .gguf import load_gguf  # noqa: E402
-from .hub import hub_folder, is_hub_id  # noqa: E402
+from .folder import load_folder
+from .gguf import load_gguf
+from .hub import hub_folder, is_hub_id
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 

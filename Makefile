@@ -1,0 +1,32 @@
+# Two commands do all the set-up on a machine with Python 3.10+ and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint format clean
+
+# Installed again whenever the requirements change.
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'OneKV needs Python 3.10 or newer; try make PYTHON=python3.12')"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $@
+
+demo: $(VENV)/installed  ## fetch the default model and hold a three-turn conversation
+	$(BIN)/onekv demo
+
+test: $(VENV)/installed  ## run all tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed  ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,150 @@
+"""The library's front on the real default model: same tokens as mlx-lm, clear errors, nothing left behind."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+
+from onekv import LLM, OneKVError
+from onekv.errors import MemoryBudgetError, PromptError, SettingError
+
+PROMPTS = (
+    "The capital of France is",
+    "Write a short poem about the sea.\n",
+    "def fibonacci(n):\n",
+    "Q: What is 17 + 25?\nA:",
+    "Once upon a time, in a village at the foot of a mountain, there lived an old clockmaker who",
+)
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_path):
+    with LLM(kv_memory="128MiB", progress=False) as llm:
+        yield llm
+        llm.check_integrity()
+
+
+def mlx_lm_tokens(llm: LLM, prompt: list[int], count: int) -> list[int]:
+    tokens = []
+    for token, _ in generate_step(mx.array(prompt), llm.model, max_tokens=count):
+        tokens.append(int(token))
+        if token in llm.stop_tokens:
+            break
+    return tokens
+
+
+def test_greedy_tokens_equal_mlx_lm(llm):
+    """One by one and as a batch; 64 tokens each."""
+    expected = [mlx_lm_tokens(llm, llm.tokenizer.encode(prompt), 64) for prompt in PROMPTS]
+    assert [llm.generate(prompt, max_tokens=64).tokens for prompt in PROMPTS] == expected
+    assert [c.tokens for c in llm.generate(list(PROMPTS), max_tokens=64)] == expected
+
+
+def test_completion_tells_what_happened(llm):
+    completion = llm.generate("The capital of France is", max_tokens=5)
+    assert completion.finish_reason == "length"
+    assert len(completion.tokens) == 5
+    assert completion.prompt_tokens == len(llm.tokenizer.encode("The capital of France is"))
+    assert completion.text == llm.tokenizer.decode(completion.tokens)
+    assert completion.timings.first_token >= completion.timings.prefill > 0
+    assert completion.timings.decode > 0
+
+
+def test_stop_token_ends_the_answer_and_is_not_in_the_text(llm):
+    completion = llm.chat([{"role": "user", "content": "What is the capital of France? One word."}], max_tokens=40)
+    assert completion.finish_reason == "stop"
+    assert completion.tokens[-1] in llm.stop_tokens
+    assert "Paris" in completion.text
+    assert "<|im_end|>" not in completion.text
+
+
+def test_stream_gives_the_same_text_piece_by_piece(llm):
+    whole = llm.generate(PROMPTS[1], max_tokens=24)
+    stream = llm.stream(PROMPTS[1], max_tokens=24)
+    pieces = list(stream)
+    assert len(pieces) > 5
+    assert "".join(pieces) == whole.text
+    assert stream.completion.tokens == whole.tokens
+
+
+def test_streams_may_be_read_in_turns(llm):
+    expected = [llm.generate(prompt, max_tokens=12).text for prompt in PROMPTS[:2]]
+    first, second = (llm.stream(prompt, max_tokens=12) for prompt in PROMPTS[:2])
+    texts = ["", ""]
+    for _ in range(40):
+        texts[0] += next(first, "")
+        texts[1] += next(second, "")
+    assert texts == expected
+
+
+def test_closing_a_stream_releases_everything(llm):
+    stream = llm.stream(PROMPTS[4], max_tokens=64)
+    next(stream)
+    assert llm.stats().pools[0].held > 0
+    stream.close()
+    assert stream.completion.finish_reason == "cancelled"
+    assert llm.stats().pools[0].held == 0
+    assert llm.stats().pools[0].reserved == 0
+    llm.check_integrity()
+
+
+def test_a_seed_makes_sampling_repeatable_beside_others(llm):
+    options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
+    alone = llm.generate(PROMPTS[0], seed=7, **options).tokens
+    assert llm.generate(PROMPTS[0], seed=7, **options).tokens == alone
+    beside = llm.stream(PROMPTS[3], max_tokens=30, temperature=1.0)
+    next(beside)
+    assert llm.generate(PROMPTS[0], seed=7, **options).tokens == alone
+    beside.close()
+    others = [llm.generate(PROMPTS[0], seed=seed, **options).tokens for seed in range(5)]
+    assert len({tuple(tokens) for tokens in others}) > 1
+
+
+def test_more_prompts_than_fit_wait_their_turn(llm):
+    prompts = [f"{PROMPTS[i % 5]} {i}" for i in range(2 * llm.settings.max_batch + 1)]
+    completions = llm.generate(prompts, max_tokens=4)
+    assert [c.tokens for c in completions[:3]] == [llm.generate(p, max_tokens=4).tokens for p in prompts[:3]]
+    assert all(len(c.tokens) == 4 or c.finish_reason == "stop" for c in completions)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "error", "text"),
+    [
+        ("", {}, PromptError, "the prompt is empty"),
+        ([], {}, PromptError, "the prompt is empty"),
+        ([5, 10**6], {}, PromptError, "token id 1000000 is out of range: the model knows ids 0 to 49151"),
+        ([-1], {}, PromptError, "token id -1 is out of range"),
+        ([1] * 5000, {}, MemoryBudgetError, "the prompt has 5000 tokens .* raise --kv-memory"),
+        ("Hi", {"max_tokens": 0}, PromptError, "max_tokens is 0"),
+        ("Hi", {"temperature": -1}, SettingError, "temperature is -1"),
+        ("Hi", {"top_p": 0}, SettingError, "top_p is 0"),
+        ("Hi", {"tempreture": 1}, SettingError, "unknown option 'tempreture'"),
+    ],
+)
+def test_bad_requests_are_refused_and_the_next_is_served(llm, prompt, options, error, text):
+    with pytest.raises(error, match=text):
+        llm.generate(prompt, **options)
+    with pytest.raises(error, match=text):
+        llm.stream(prompt, **options)
+    assert llm.generate("Hi", max_tokens=2).tokens
+    llm.check_integrity()
+
+
+def test_one_bad_prompt_of_a_list_starts_none(llm):
+    with pytest.raises(PromptError):
+        llm.generate(["Hello", ""], max_tokens=2)
+    assert llm.engine.idle
+
+
+def test_a_closed_llm_says_so(smollm2_path):
+    llm = LLM(kv_memory="32MiB", progress=False)
+    llm.close()
+    llm.close()
+    with pytest.raises(OneKVError, match="closed"):
+        llm.generate("Hi")
+
+
+def test_a_model_object_needs_its_tokenizer(llm):
+    with pytest.raises(SettingError, match="tokenizer"):
+        LLM(llm.model)
+    with LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB") as other:
+        assert other.generate(PROMPTS[0], max_tokens=3).tokens == llm.generate(PROMPTS[0], max_tokens=3).tokens
