@@ -1,13 +1,15 @@
 """The `onekv` command. Errors that OneKV raises on purpose are printed as one line; exit status 1."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from . import __version__, config
-from .errors import OneKVError
+from .errors import OneKVError, PromptError, SettingError
 from .models import DEFAULT_MODEL
 
 EXAMPLES = """examples:
@@ -16,12 +18,15 @@ EXAMPLES = """examples:
   onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
   onekv bench decode --json result.json
 """
+MODEL_HELP = f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments) or 0)
+        arguments = _parser().parse_args(argv)
+        status = int(arguments.run(arguments) or 0)
+        sys.stdout.flush()
+        return status
     except OneKVError as error:
         print(f"onekv: {error}", file=sys.stderr)
         return 1
@@ -29,9 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nonekv: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # The reader of our output went away, as `| head` does.
-        sys.stderr.close()
+        # The reader of our output went away, as `| head` does; the interpreter must not flush into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"onekv: {error}", file=sys.stderr)
+        return 1
+
+
+# The commands' arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,156 +54,114 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"onekv {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Callable[[argparse.Namespace], Any], text: str, example: str) -> Any:
-        sub = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        sub.set_defaults(run=run)
-        return sub
-
-    generate = command(
-        "generate",
-        _generate,
-        "complete a prompt",
-        'onekv generate "Once upon a time" --temperature 0.8',
-    )
-    generate.add_argument("prompt", help="the text to complete; - reads it from standard input")
-    generate.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}",
-    )
-    generate.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
-    _sampling_arguments(generate)
-    config.add_arguments(generate)
-
-    chat = command(
-        "chat",
-        _chat,
-        "talk to a model; Ctrl-C stops an answer, Ctrl-D leaves",
-        "onekv chat --system 'Answer briefly.'",
-    )
-    chat.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}",
-    )
-    chat.add_argument("--system", metavar="TEXT", help="instructions for the model")
-    _sampling_arguments(chat)
-    config.add_arguments(chat)
-
-    plan = command(
-        "plan",
-        _plan,
-        "show where the memory would go, without loading the model",
-        "onekv plan smollm2-135m --kv-memory 4GiB",
-    )
-    plan.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        help=f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}",
-    )
-    config.add_arguments(plan)
-
-    command("demo", _demo, "hold a short conversation and show speed and memory", "onekv demo")
-
-    bench = command(
-        "bench",
-        lambda arguments: bench.print_help() or 2,
-        "measure against mlx-lm, side by side",
-        "onekv bench decode",
-    )
-    benches = bench.add_subparsers(metavar="BENCHMARK")
-    decode = benches.add_parser(
-        "decode",
-        help="prefill and decode speed against mlx-lm",
-        description="Decode (and prefill) side by side with mlx-lm, interleaved, medians.",
-        epilog="example:\n  onekv bench decode --case 1x2048 --case 4x1024 --json result.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    decode.set_defaults(run=_bench_decode)
-    decode.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        help=f"a model, or 8b for random weights of that shape; default {DEFAULT_MODEL}",
-    )
-    decode.add_argument(
-        "--case",
-        action="append",
-        metavar="BATCHxCONTEXT",
-        help="default 1x2048 and 4x1024; may be given several times",
-    )
-    decode.add_argument("--tokens", type=int, default=32, help="tokens decoded per round; default 32")
-    decode.add_argument("--rounds", type=int, default=5, help="rounds, each of both sides; default 5")
-    decode.add_argument("--json", metavar="FILE", help="also write the figures here")
-    decode.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
-    decode.add_argument("--block-size", type=int, default=64, help="tokens in a block; default 64")
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_plan(commands)
+    _add_command(commands, "demo", _demo, "hold a short conversation and show speed and memory", "onekv demo")
+    _add_bench(commands)
     return parser
 
 
-def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int | None] | None, text: str, example: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_generate(commands: Any) -> None:
+    example = 'onekv generate "Once upon a time" --temperature 0.8'
+    command = _add_command(commands, "generate", _generate, "complete a prompt", example)
+    command.add_argument("prompt", type=_text, help="the text to complete; - reads it from standard input")
+    command.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
+    command.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    _add_sampling(command)
+    config.add_arguments(command)
+
+
+def _add_chat(commands: Any) -> None:
+    text = "talk to a model; Ctrl-C stops an answer, Ctrl-D leaves"
+    command = _add_command(commands, "chat", _chat, text, "onekv chat --system 'Answer briefly.'")
+    command.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
+    command.add_argument("--system", type=_text, metavar="TEXT", help="instructions for the model")
+    _add_sampling(command)
+    config.add_arguments(command)
+
+
+def _add_plan(commands: Any) -> None:
+    text = "show where the memory would go, without loading the model"
+    command = _add_command(commands, "plan", _plan, text, "onekv plan smollm2-135m --kv-memory 4GiB")
+    command.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=MODEL_HELP)
+    config.add_arguments(command)
+
+
+def _add_bench(commands: Any) -> None:
+    text = "measure against mlx-lm, side by side"
+    benches = _add_command(commands, "bench", None, text, "onekv bench decode").add_subparsers(
+        required=True, metavar="BENCHMARK"
+    )
+    text = "prefill and decode speed side by side with mlx-lm, interleaved, medians"
+    example = "onekv bench decode --case 1x2048 --case 4x1024 --json result.json"
+    command = _add_command(benches, "decode", _bench_decode, text, example)
+    model_help = f"a model, or 8b for random weights of that shape; default {DEFAULT_MODEL}"
+    command.add_argument("--model", default=DEFAULT_MODEL, help=model_help)
+    case_help = "default 1x2048 and 4x1024; may be given several times"
+    command.add_argument("--case", action="append", metavar="BATCHxCONTEXT", help=case_help)
+    command.add_argument("--tokens", type=_count, default=32, metavar="N", help="decoded per round; default 32")
+    command.add_argument("--rounds", type=_count, default=5, metavar="N", help="each of both sides; default 5")
+    command.add_argument("--json", metavar="FILE", help="also write the figures here")
+    command.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
+    command.add_argument("--block-size", type=_count, default=64, metavar="N", help="tokens in a block; default 64")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="tokens to generate at most; default 256",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="0 takes the likeliest token; default 0",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="keep the likeliest tokens that make up P; default 1",
-    )
-    group.add_argument(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="keep the K likeliest tokens; default 0: all",
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="drop tokens less likely than P times the best; default 0",
-    )
-    group.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+
+    def option(flag: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
+        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+
+    option("--max-tokens", _count, 256, "N", "tokens to generate at most; default 256")
+    option("--temperature", float, 0.0, "T", "0 takes the likeliest token; default 0")
+    option("--top-p", float, 1.0, "P", "keep the likeliest tokens that make up P; default 1")
+    option("--top-k", int, 0, "K", "keep the K likeliest tokens; default 0: all")
+    option("--min-p", float, 0.0, "P", "drop tokens less likely than P times the best; default 0")
+    option("--seed", int, None, "N", "makes sampling repeatable")
 
 
-def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")
-    return {name: getattr(arguments, name) for name in names}
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
 
 
-def _load(arguments: argparse.Namespace) -> Any:
-    from .llm import LLM
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        # Bytes that are no text in the user's locale arrive as characters that cannot be written back.
+        raise argparse.ArgumentTypeError(f"{text!r} is not readable text") from None
+    return text
 
-    return LLM(arguments.model, **config.given_settings(arguments))
+
+# The commands. What can be checked before a model is loaded is checked first.
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    sampling = _sampling(arguments)
+    prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise PromptError("the prompt is empty; it must have at least one token")
     with _load(arguments) as llm:
         if arguments.chat:
             prompt = llm.chat_tokens([{"role": "user", "content": prompt}])
-        for piece in llm.stream(prompt, **_sampling(arguments)):
+        for piece in llm.stream(prompt, **sampling):
             print(piece, end="", flush=True)
         print()
 
@@ -200,8 +169,9 @@ def _generate(arguments: argparse.Namespace) -> None:
 def _chat(arguments: argparse.Namespace) -> None:
     from .chat import chat
 
+    sampling = _sampling(arguments)
     with _load(arguments) as llm:
-        chat(llm, arguments.system, _sampling(arguments))
+        chat(llm, arguments.system, sampling)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -219,4 +189,28 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _bench_decode(arguments: argparse.Namespace) -> None:
     from .bench.decode import run
 
+    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
+        raise SettingError(f"--json is {arguments.json!r}, but there is no folder {str(Path(arguments.json).parent)!r}")
     run(arguments)
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    from .llm import LLM
+
+    return LLM(arguments.model, **config.given_settings(arguments))
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    from .engine import Sampling
+
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    options = {name: getattr(arguments, name) for name in names}
+    Sampling(**options)
+    return {"max_tokens": arguments.max_tokens, **options}
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not text in {error.encoding}: byte {error.start} is wrong") from error

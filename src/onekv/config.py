@@ -10,8 +10,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import SettingError
+from .units import parse_size
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+
+def parse_switch(text: str) -> bool:
+    """on or off, as people write it."""
+    switches = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    if text.lower() not in switches:
+        raise ValueError(text)
+    return switches[text.lower()]
 
 
 def _setting(default: Any, metavar: str, help: str, type: Any = str) -> Any:
@@ -38,6 +47,9 @@ class Settings:
         "(the first 4 and the most recent); default: keep all",
         int,
     )
+    prefix_cache: bool = _setting(
+        True, "on|off", "keep what was computed and start later prompts from it; default on", parse_switch
+    )
     dtype: str | None = _setting(
         None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
     )
@@ -47,6 +59,9 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise SettingError(f"{flag(name)} is {value!r}; it must be a whole number of at least 1")
+        if self.kv_memory is not None:
+            # What a percentage is of is known with the model; here only the spelling counts.
+            parse_size(self.kv_memory, whole=2**62, name=flag("kv_memory"))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
 
@@ -77,7 +92,8 @@ def _convert(kind: Any, text: str, name: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise SettingError(f"{name}={text!r} is not a whole number") from None
+        wanted = "on or off" if kind is parse_switch else "a whole number"
+        raise SettingError(f"{name}={text!r} is not {wanted}") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

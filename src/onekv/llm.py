@@ -18,6 +18,7 @@ from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, load_model
+from .prefix.cache import PrefixStats
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -37,13 +38,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Blocks of one group: held by running sequences, promised to them, or available to new ones."""
+    """Blocks of one group: held by running sequences, idle (cached, not in use), pinned and not in use, or free.
+
+    `reserved` of the idle and free ones are promised to running sequences, `available` are not.
+    """
 
     group: str
     layers: int
     block_bytes: int
     blocks: int
     held: int
+    idle: int
+    pinned: int
+    free: int
     reserved: int
     available: int
 
@@ -64,6 +71,8 @@ class MemoryStats:
 class Stats:
     pools: tuple[PoolStats, ...]
     memory: MemoryStats
+    # None when the prefix cache is off.
+    prefix: PrefixStats | None
     waiting: int
     running: int
     # Why sequences are decoded one by one instead of as a batch, if they are.
@@ -86,6 +95,8 @@ class Stream(Iterator[str]):
                 self._text.append(piece)
                 return piece
             if self.request.finished and self._read == len(self.request.tokens):
+                if self.request.error is not None:
+                    raise self.request.error
                 raise StopIteration
             self._llm._step([self.request])
 
@@ -114,7 +125,7 @@ class Stream(Iterator[str]):
             text="".join(self._text),
             tokens=list(request.tokens),
             prompt_tokens=len(request.prompt),
-            cached_tokens=0,
+            cached_tokens=request.cached_tokens,
             finish_reason=request.finish_reason,
             timings=request.timings,
         )
@@ -156,7 +167,7 @@ class LLM:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
         self.stop_tokens: set[int] = set(self.tokenizer.eos_token_ids)
-        self._engine: Engine | None = Engine(self.model, self.plan, self.stop_tokens)
+        self._engine: Engine | None = Engine(self.model, self.plan, self.stop_tokens, self.settings.prefix_cache)
 
     @property
     def engine(self) -> Engine:
@@ -174,13 +185,14 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Complete a prompt (text or token ids), or each of a list of prompts, as one batch.
 
-        Sampling: temperature (0, the default, is greedy), top_p, top_k, min_p, seed.
+        Sampling: temperature (0, the default, is greedy), top_p, top_k, min_p, seed. `salt`: only requests of the same
+        salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
         """
         many = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
         if isinstance(prompt, list) and not prompt:
             raise PromptError("the prompt is empty; it must have at least one token")
         prompts: list[Any] = list(prompt) if many else [prompt]
-        requests = [self._request(item, max_tokens, sampling) for item in prompts]
+        requests = [self._request(item, max_tokens, dict(sampling)) for item in prompts]
         for request in requests:
             self.engine.validate(request)
         for request in requests:
@@ -198,7 +210,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, max_tokens: int = 256, **sampling: Any) -> Stream:
         """Like `generate` for one prompt, but gives the text piece by piece."""
-        request = self._request(prompt, max_tokens, sampling)
+        request = self._request(prompt, max_tokens, dict(sampling))
         self.engine.submit(request)
         return Stream(self, request)
 
@@ -218,6 +230,16 @@ class LLM:
         tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return [int(token) for token in tokens]
 
+    def unpin(self, prompt: Prompt, salt: str = "") -> None:
+        """Let the blocks of a prompt that was generated from with `pin=True` be evicted again."""
+        if self.engine.prefix is not None:
+            self.engine.prefix.unpin(self._request(prompt, 1, {}).prompt, salt)
+
+    def clear_cache(self) -> None:
+        """Forget all cached conversations that are neither running nor pinned."""
+        if self.engine.prefix is not None:
+            self.engine.prefix.clear()
+
     def stats(self) -> Stats:
         engine = self.engine
         pools = tuple(
@@ -226,7 +248,10 @@ class LLM:
                 layers=len(pool.group.layers),
                 block_bytes=pool.block_bytes,
                 blocks=pool.blocks,
-                held=pool.blocks - pool.free,
+                held=int((pool.references > 0).sum()),
+                idle=pool.idle,
+                pinned=int((pool.pinned & (pool.references == 0)).sum()),
+                free=pool.free,
                 reserved=pool.reserved,
                 available=pool.available,
             )
@@ -241,11 +266,12 @@ class LLM:
             buffer_cache=mx.get_cache_memory(),
         )
         running = len(engine.running) + (engine.prefilling is not None)
-        return Stats(pools, memory, len(engine.waiting), running, engine.one_by_one)
+        prefix = engine.prefix.stats() if engine.prefix is not None else None
+        return Stats(pools, memory, prefix, len(engine.waiting), running, engine.one_by_one)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
-        self.engine.memory.check_integrity()
+        self.engine.check_integrity()
 
     def close(self) -> None:
         """Release the pool; the LLM cannot be used afterwards. Closing twice is allowed."""
@@ -263,17 +289,18 @@ class LLM:
         self.close()
 
     def _request(self, prompt: Prompt, max_tokens: int, sampling: dict[str, Any]) -> Request:
+        salt, pin = sampling.pop("salt", ""), sampling.pop("pin", False)
         known = Sampling.__dataclass_fields__
         unknown = [name for name in sampling if name not in known]
         if unknown:
-            raise SettingError(f"unknown option {unknown[0]!r}; there are max_tokens, {', '.join(known)}")
+            raise SettingError(f"unknown option {unknown[0]!r}; there are max_tokens, {', '.join(known)}, salt, pin")
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty; it must have at least one token")
             tokens = self.tokenizer.encode(prompt)
         else:
             tokens = [int(token) for token in prompt]
-        return Request(tokens, max_tokens, Sampling(**sampling))
+        return Request(tokens, max_tokens, Sampling(**sampling), salt, pin)
 
     def _step(self, requests: list[Request]) -> None:
         """Move the engine on; whatever interrupts it, `requests` hold nothing afterwards."""

@@ -1,6 +1,7 @@
 """Byte sizes as people write them: `512MB`, `4GiB`, `50%`."""
 
 import re
+from fractions import Fraction
 
 from .errors import SettingError
 
@@ -17,11 +18,11 @@ def parse_size(text: str | int, *, whole: int | None = None, name: str = "size")
     if isinstance(text, int):
         size = text
     else:
-        match = _SIZE.fullmatch(text)
+        match = _SIZE.fullmatch(str(text))
         unit = match.group(2).lower() if match else None
         if match is None or (unit != "%" and unit not in _UNITS):
             raise SettingError(f"{name}={text!r} is not a size; write it like 512MB, 4GiB or 50%")
-        number = float(match.group(1))
+        number = Fraction(match.group(1))
         if unit == "%":
             if whole is None:
                 raise SettingError(f"{name}={text!r}: a percentage has no meaning here; write bytes like 4GiB")

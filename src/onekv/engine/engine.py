@@ -22,6 +22,7 @@ from ..memory.kv import KVMemory
 from ..memory.plan import Plan, chunk_tokens
 from ..memory.pool import OutOfBlocks
 from ..memory.table import blocks_needed
+from ..prefix.cache import PrefixCache
 from ..units import format_size
 from .request import FinishReason, Request
 from .sampling import sample
@@ -37,10 +38,13 @@ class Flight:
 
 
 class Engine:
-    def __init__(self, model: Module, plan: Plan, stop_tokens: set[int]) -> None:
+    def __init__(self, model: Module, plan: Plan, stop_tokens: set[int], prefix_cache: bool = True) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`."""
         self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
         self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
+        self.prefix: PrefixCache | None = None
+        if prefix_cache:
+            self.prefix = PrefixCache(self.memory, fingerprint(model, plan), plan.snapshot_bytes)
         self.waiting: deque[Request] = deque()
         self.prefilling: Request | None = None
         self.running: list[Request] = []
@@ -103,23 +107,36 @@ class Engine:
         """Start to prefill the oldest waiting request, if its worst case fits now."""
         if self.prefilling is not None or not self.waiting or len(self.running) >= self.plan.max_batch:
             return
+        request = self.waiting[0]
         try:
-            self.waiting[0].sequence = self.memory.open(self.waiting[0].max_length)
+            if self.prefix is not None:
+                request.sequence = self.prefix.open(request.prompt, request.max_length, request.salt)
+            else:
+                request.sequence = self.memory.open(request.max_length)
         except OutOfBlocks:
-            # Others hold the blocks and will give them back; validate() made sure that it fits alone.
+            # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
+            if not self.running and self.prefix is not None:
+                request.error = self.prefix.refusal()
+                self._finish(request, "error")
             return
         self.prefilling = self.waiting.popleft()
-        self.prefilling.started = time.perf_counter()
+        request.cached_tokens = request.sequence.length
+        request.started = time.perf_counter()
 
     def _prefill(self, request: Request) -> None:
         sequence = request.sequence
         assert sequence is not None
         start, last = sequence.length, len(request.prompt) - 1
         if start < last:
-            count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), last - start)
+            stops = self.prefix.stops(sequence, len(request.prompt)) if self.prefix is not None else []
+            count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
             with self.memory.step([sequence], count) as caches:
                 self.model(mx.array(request.prompt[start : start + count])[None], cache=caches)
             mx.eval(self.memory.arrays())
+            if self.prefix is not None:
+                self.prefix.publish(sequence, request.prompt)
+                if sequence.length in stops:
+                    self.prefix.snapshot(sequence)
         if sequence.length == last:
             sequence.prefilled()
             self.running.append(request)
@@ -187,6 +204,8 @@ class Engine:
                 request.first = now
             request.tokens.append(token)
             changed.append(request)
+            if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
+                self.prefix.publish(request.sequence, request.all_tokens)
             if token in self.stop_tokens:
                 self._finish(request, "stop")
             elif len(request.tokens) >= request.max_tokens:
@@ -203,5 +222,22 @@ class Engine:
         if request is self.prefilling:
             self.prefilling = None
         if request.sequence is not None:
+            if self.prefix is not None:
+                self.prefix.finish(request.sequence, request.all_tokens)
+                if request.pin:
+                    self.prefix.pin(request.prompt, request.salt)
             self.memory.close(request.sequence)
             request.sequence = None
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if any block is lost, held twice or miscounted."""
+        if self.prefix is not None:
+            self.prefix.check_integrity()
+            self.memory.check_integrity([self.prefix.cached_blocks(g) for g in range(len(self.memory.pools))])
+        else:
+            self.memory.check_integrity()
+
+
+def fingerprint(model: Module, plan: Plan) -> str:
+    """Names what cached blocks depend on besides their tokens."""
+    return f"{type(model).__module__} {plan.layout} {plan.block_size}"

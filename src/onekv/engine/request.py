@@ -52,12 +52,17 @@ class Request:
     prompt: list[int]
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
+    # Requests of different salts never share cached blocks.
+    salt: str = ""
+    # Keep the prompt's blocks cached until they are unpinned.
+    pin: bool = False
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: OneKVError | None = None
 
     def __post_init__(self) -> None:
         self.sequence: Sequence | None = None
+        self.cached_tokens = 0
         seed = self.sampling.seed
         self.seed = secrets.randbits(32) if seed is None else seed
         self.created = time.perf_counter()
@@ -67,6 +72,10 @@ class Request:
     def max_length(self) -> int:
         """Tokens stored at most: the last one generated is never fed back."""
         return len(self.prompt) + self.max_tokens - 1
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return self.prompt + self.tokens
 
     @property
     def finished(self) -> bool:

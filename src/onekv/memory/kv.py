@@ -44,9 +44,12 @@ class KVMemory:
         self._layers.append(layer)
         return layer
 
-    def open(self, max_length: int) -> Sequence:
-        """A new, empty sequence with room for `max_length` tokens; raises OutOfBlocks if that cannot be promised."""
-        sequence = Sequence(self.pools, max_length, self.chunk)
+    def open(self, max_length: int, prefixes: list[list[int]] | None = None) -> Sequence:
+        """A new sequence with room for `max_length` tokens, on the shared blocks in `prefixes` (one list per group).
+
+        Raises OutOfBlocks if that cannot be promised.
+        """
+        sequence = Sequence(self.pools, max_length, self.chunk, prefixes)
         self._open.add(sequence)
         return sequence
 
@@ -102,16 +105,22 @@ class KVMemory:
             sequence.states = []
         self._batch = list(sequences)
 
-    def _unload_states(self) -> None:
-        for row, sequence in enumerate(self._batch):
-            if sequence in self._open:
-                alone = len(self._batch) == 1
-                sequence.states = [
-                    list(layer.cache) if alone else [_row(part, row) for part in layer.cache]
-                    for layer in self._state_layers
-                ]
+    def states_of(self, sequence: Sequence) -> list[State]:
+        """The recurrent states of an open sequence now: immutable arrays, which may be kept."""
+        if sequence not in self._batch:
+            return [list(state) for state in sequence.states]
+        if len(self._batch) == 1:
+            return [list(layer.cache) for layer in self._state_layers]
+        row = self._batch.index(sequence)
+        states = [[_row(part, row) for part in layer.cache] for layer in self._state_layers]
         # A lazy row would keep the whole batch alive.
-        mx.eval([s.states for s in self._batch])
+        mx.eval(states)
+        return states
+
+    def _unload_states(self) -> None:
+        for sequence in self._batch:
+            if sequence in self._open:
+                sequence.states = self.states_of(sequence)
         self._drop_batch()
 
     def _drop_batch(self) -> None:
@@ -127,10 +136,11 @@ class KVMemory:
         waiting = [part for s in self._open for state in s.states for part in state]
         return layers + sum(part.nbytes for part in waiting if part is not None)
 
-    def check_integrity(self) -> None:
-        """Every block is free or held by exactly the open sequences that say so; raises IntegrityError."""
+    def check_integrity(self, cached: list[list[int]] | None = None) -> None:
+        """Every block is free, held by the open sequences that say so, or in `cached`; raises IntegrityError."""
         for index, pool in enumerate(self.pools):
-            pool.check_integrity([b for s in self._open for b in s.tables[index].held])
+            held = [b for s in self._open for b in s.tables[index].held]
+            pool.check_integrity(held, cached[index] if cached else [])
         if not self._open and self.state_bytes:
             raise IntegrityError(f"{self.state_bytes} bytes of recurrent state are held by nobody")
 

@@ -25,6 +25,10 @@ from .table import blocks_needed
 MARGIN = 256 * 2**20
 # One array of a pool stays below what MLX indexes with 32 bits.
 MAX_ELEMENTS = 2**31 - 1
+# Snapshots of recurrent states to keep, for each sequence that may run, if a quarter of the budget allows.
+SNAPSHOTS = 8
+# Sequences whose window is kept, for each that may run, if half of the budget allows.
+WINDOWS = 4
 # Attention scores of a prefill step stay below this: long contexts are read in smaller chunks.
 SCORES = 256 * 2**20
 
@@ -48,6 +52,8 @@ class Plan:
     max_batch: int
     prefill_chunk: int
     workspace: int
+    # For recurrent states kept in the prefix cache.
+    snapshot_bytes: int
 
     @property
     def pool_bytes(self) -> int:
@@ -56,7 +62,8 @@ class Plan:
 
     @property
     def state_bytes(self) -> int:
-        return self.layout.sequence_bytes * self.max_batch
+        """Recurrent states: of running sequences, and snapshots of them."""
+        return self.layout.sequence_bytes * self.max_batch + self.snapshot_bytes
 
     @property
     def total(self) -> int:
@@ -190,7 +197,7 @@ def divide(layout: Layout, budget: int, block_size: int, max_batch: int, chunk: 
             "raise --kv-memory, or lower --prefill-chunk or --max-batch"
         )
     share = (budget - states) // 2 if full else budget - states
-    sequences = min(max_batch, 1 + max(0, share - first_bytes) // max(1, further_bytes))
+    sequences = min(WINDOWS * max_batch, 1 + max(0, share - first_bytes) // max(1, further_bytes))
     window_bytes = first_bytes + further_bytes * (sequences - 1)
     full_blocks = (budget - states - window_bytes) // max(1, full_block_bytes)
     return tuple(
@@ -232,18 +239,22 @@ def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
             budget = min(budget, _full_length_bytes(layout, settings, context, chunk))
     else:
         budget = parse_size(settings.kv_memory, whole=rest, name="--kv-memory")
-    blocks = divide(layout, budget, settings.block_size, settings.max_batch, chunk)
+    snapshots = 0
+    if settings.prefix_cache:
+        snapshots = min(budget // 4, SNAPSHOTS * settings.max_batch * layout.sequence_bytes)
+    blocks = divide(layout, budget - snapshots, settings.block_size, settings.max_batch, chunk)
     workspace = workspace_bytes(model, layout, blocks, settings.block_size, settings.max_batch, chunk)
     return Plan(
-        device,
-        layout,
-        weights,
-        budget,
-        blocks,
-        settings.block_size,
-        settings.max_batch,
-        chunk,
-        workspace,
+        device=device,
+        layout=layout,
+        weights=weights,
+        budget=budget,
+        blocks=blocks,
+        block_size=settings.block_size,
+        max_batch=settings.max_batch,
+        prefill_chunk=chunk,
+        workspace=workspace,
+        snapshot_bytes=snapshots,
     )
 
 

@@ -4,11 +4,16 @@ Each layer has one array for keys and one for values, `[heads, blocks * block_si
 is the columns [b * block_size, (b + 1) * block_size) of every one of them. Writes happen in place because a
 `LayerArrays` is the only owner of its two arrays: never keep a slice of them beyond a step, or the next write copies.
 
-A block is free (nobody refers to it) or held (`references` > 0). Some free blocks are promised to running sequences
-(`reserved`), so that a sequence that was admitted never fails for lack of a block:
+A block is held (`references` > 0: tables refer to it), idle (nobody does, but the prefix cache keeps it: `cached`) or
+free. Some free or idle blocks are promised to running sequences (`reserved`), so that a sequence that was admitted
+never fails for lack of a block; idle ones are evicted by `reclaim` when they are taken. Pinned ones are not promised:
 
-    | held | free: reserved | free: available |
+    | held (perhaps cached too) | idle, pinned | idle | free |
+                                               | reserved: some of these | available: the others |
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -41,20 +46,30 @@ class Pool:
         self.blocks = blocks
         self.block_size = block_size
         self.references = np.zeros(blocks, np.int32)
+        self.cached = np.zeros(blocks, np.bool_)
+        self.pinned = np.zeros(blocks, np.bool_)
         self.reserved = 0
+        # Evicts at least that many idle blocks; set by whoever caches blocks.
+        self.reclaim: Callable[[int], None] | None = None
         self.layers = [LayerArrays(layer, blocks * block_size) for layer in group.layers]
         # Layer by layer, so that no more than the pool itself is ever asked for.
         for arrays in self.layers:
             mx.eval(arrays.k, arrays.v)
         self._free = blocks
+        self._idle = 0
 
     @property
     def free(self) -> int:
         return self._free
 
     @property
+    def idle(self) -> int:
+        """Blocks that are cached, not pinned, and that no sequence refers to: they can be evicted."""
+        return self._idle
+
+    @property
     def available(self) -> int:
-        return self._free - self.reserved
+        return self._free + self._idle - self.reserved
 
     @property
     def block_bytes(self) -> int:
@@ -65,7 +80,7 @@ class Pool:
         return self.block_bytes * self.blocks
 
     def reserve(self, count: int) -> None:
-        """Promise `count` free blocks; each is redeemed by `take` or given back by `unreserve`."""
+        """Promise `count` blocks; each is redeemed by `take` or given back by `unreserve`."""
         if count > self.available:
             raise OutOfBlocks(f"{count} blocks of {self.group.rule} asked for, {self.available} are available")
         self.reserved += count
@@ -80,23 +95,27 @@ class Pool:
 
         `room` is how many blocks the sequence may want in all: a new run is placed where they all fit.
         """
+        if count > self._free and self.reclaim is not None:
+            self.reclaim(count - self._free)
         self.unreserve(count)
+        used = (self.references > 0) | self.cached
         taken: list[int] = []
         while len(taken) < count:
             start = after + 1 if after is not None else self.blocks
-            if start >= self.blocks or self.references[start]:
-                start = self._place(max(room, count) - len(taken))
-            run = self.references[start : start + count - len(taken)]
-            length = int(np.argmax(run > 0)) if run.any() else len(run)
+            if start >= self.blocks or used[start]:
+                start = self._place(used, max(room, count) - len(taken))
+            run = used[start : start + count - len(taken)]
+            length = int(np.argmax(run)) if run.any() else len(run)
             taken.extend(range(start, start + length))
-            run[:length] = 1
-            self._free -= length
+            run[:length] = True
             after = taken[-1]
+        self.references[taken] = 1
+        self._free -= count
         return taken
 
-    def _place(self, room: int) -> int:
+    def _place(self, used: np.ndarray[Any, Any], room: int) -> int:
         """Where a run of `room` blocks fits best: the smallest gap that holds it, else the largest gap."""
-        free = np.concatenate(([False], self.references == 0, [False]))
+        free = np.concatenate(([False], ~used, [False]))
         edges = np.flatnonzero(free[1:] != free[:-1])
         starts, lengths = edges[::2], edges[1::2] - edges[::2]
         if not len(starts):
@@ -106,22 +125,69 @@ class Pool:
         return int(starts[best])
 
     def share(self, blocks: list[int]) -> None:
-        """One more reference to each of `blocks`, all of them held."""
-        if (self.references[blocks] < 1).any():
+        """One more reference to each of `blocks`, all of them held or cached."""
+        if not blocks:
+            return
+        if ((self.references[blocks] < 1) & ~self.cached[blocks]).any():
             raise IntegrityError("a free block was shared")
+        self._idle -= self._count_idle(blocks)
         self.references[blocks] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One reference less to each of `blocks`; those nobody refers to any more are free."""
+        """One reference less to each of `blocks`; those that nobody refers to any more are free or idle."""
         if not blocks:
             return
         if (self.references[blocks] < 1).any():
             raise IntegrityError("a free block was released")
         self.references[blocks] -= 1
-        self._free += int((self.references[blocks] == 0).sum())
+        self._free += int(((self.references[blocks] == 0) & ~self.cached[blocks]).sum())
+        self._idle += self._count_idle(blocks)
 
-    def check_integrity(self, held: list[int]) -> None:
-        """Compare with `held`: the block ids of all tables, an id once per table that holds it."""
+    def keep(self, block: int) -> None:
+        """The prefix cache keeps a block that a table holds."""
+        if self.references[block] < 1 or self.cached[block]:
+            raise IntegrityError(f"block {block} cannot be cached: it is free or cached already")
+        self.cached[block] = True
+
+    def drop(self, block: int) -> None:
+        """The prefix cache lets go of a block; it is free if no table holds it."""
+        if not self.cached[block]:
+            raise IntegrityError(f"block {block} is not cached")
+        self._idle -= self._count_idle([block])
+        self.cached[block] = self.pinned[block] = False
+        self._free += int(self.references[block] == 0)
+
+    def pin(self, block: int, pinned: bool) -> None:
+        """A pinned block is never evicted; unpinned again it may be."""
+        self._idle -= self._count_idle([block])
+        self.pinned[block] = pinned
+        self._idle += self._count_idle([block])
+
+    def _count_idle(self, blocks: list[int]) -> int:
+        idle = (self.references[blocks] == 0) & self.cached[blocks] & ~self.pinned[blocks]
+        return int(idle.sum())
+
+    def copy(self, source: int, target: int) -> None:
+        """The keys and values of one block into another, in every layer."""
+        filled = [arrays for arrays in self.layers if arrays.k.size]
+        # Gathered, because a slice would share the buffer that is then written; and computed before it is.
+        keys = [self._gather(arrays.k, source) for arrays in filled]
+        values = [self._gather(arrays.v, source) for arrays in filled if arrays.v.size]
+        mx.eval(keys, values)
+        slots = slice(target * self.block_size, (target + 1) * self.block_size)
+        for arrays in filled:
+            arrays.k[:, slots] = keys.pop(0)
+            if arrays.v.size:
+                arrays.v[:, slots] = values.pop(0)
+        mx.eval([(arrays.k, arrays.v) for arrays in filled])
+
+    def _gather(self, array: mx.array, block: int) -> mx.array:
+        heads, _, dim = array.shape
+        rows = mx.arange(heads) * self.blocks + block
+        return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)
+
+    def check_integrity(self, held: list[int], cached: list[int]) -> None:
+        """Compare with the block ids of all tables (once per table that holds it) and of the prefix cache."""
         counts = np.bincount(np.array(held, np.int64), minlength=self.blocks)
         wrong = np.flatnonzero(counts != self.references)
         if len(wrong):
@@ -130,8 +196,15 @@ class Pool:
                 f"{len(wrong)} blocks of {self.group.rule} are miscounted; "
                 f"block {b} has {self.references[b]} references and {counts[b]} holders"
             )
-        if self._free != int((self.references == 0).sum()) or not 0 <= self.reserved <= self._free:
-            raise IntegrityError(f"{self._free} free blocks, {self.reserved} of them reserved: miscounted")
+        kept = np.bincount(np.array(cached, np.int64), minlength=self.blocks)
+        if (kept > 1).any() or ((kept == 1) != self.cached).any() or (self.pinned & ~self.cached).any():
+            raise IntegrityError(f"cached blocks of {self.group.rule} are miscounted")
+        idle = self._count_idle(list(range(self.blocks)))
+        free = int(((self.references == 0) & ~self.cached).sum())
+        if (self._free, self._idle) != (free, idle) or not 0 <= self.reserved <= free + idle:
+            raise IntegrityError(
+                f"{self._free} free and {self._idle} idle blocks, {self.reserved} reserved: miscounted"
+            )
         for arrays in self.layers:
             if arrays.k.shape[1] != self.blocks * self.block_size:
                 raise IntegrityError("a pool array changed its shape")

@@ -12,16 +12,19 @@ State = list[mx.array | None]
 class Sequence:
     """States: open (holds blocks and reservations) until `close`; `length` tokens are stored in every layer."""
 
-    def __init__(self, pools: list[Pool], max_length: int, chunk: int) -> None:
-        """Reserves in every group what a sequence of `max_length` tokens needs; raises OutOfBlocks, holding nothing."""
+    def __init__(self, pools: list[Pool], max_length: int, chunk: int, prefixes: list[list[int]] | None = None) -> None:
+        """Reserves in every group what a sequence of `max_length` tokens needs beyond the shared blocks in `prefixes`.
+
+        Raises OutOfBlocks, holding nothing.
+        """
         self.max_length = max_length
         self.length = 0
         self.tables: list[Table] = []
         # Per recurrent layer; empty while the states are with the running batch.
         self.states: list[State] = []
         try:
-            for pool in pools:
-                self.tables.append(Table(pool, max_length, chunk))
+            for pool, prefix in zip(pools, prefixes or [[] for _ in pools], strict=True):
+                self.tables.append(Table(pool, max_length, chunk, prefix))
         except OutOfBlocks:
             self.close()
             raise

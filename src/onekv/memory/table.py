@@ -4,11 +4,12 @@
     blocks     [held]             [-1, -1, ...]        [held, held, ...]
 
 Block i of the table holds positions [i * block_size, (i + 1) * block_size). A sliding window forgets blocks that no
-later query reads: they go back to the pool at once, but their number stays reserved for the table's own growth.
+later query reads: they go back to the pool at once, but their number stays reserved for the table's own growth. The
+blocks of a cached prefix are shared: they are referred to, never written.
 """
 
 from .layout import Rule
-from .pool import Pool
+from .pool import OutOfBlocks, Pool
 
 FORGOTTEN = -1
 
@@ -24,19 +25,30 @@ def blocks_needed(rule: Rule, block_size: int, length: int, chunk: int) -> int:
 
 
 class Table:
-    def __init__(self, pool: Pool, length: int, chunk: int) -> None:
-        """A table that may grow to `length` tokens in steps of at most `chunk`: reserves what that takes."""
+    def __init__(self, pool: Pool, length: int, chunk: int, prefix: list[int] | None = None) -> None:
+        """A table that may grow to `length` tokens in steps of at most `chunk`: reserves the blocks that takes.
+
+        It starts with the blocks of `prefix`, which are shared. Raises OutOfBlocks, holding nothing.
+        """
         self.pool = pool
         self.rule = pool.group.rule
         self.length = length
-        self.blocks: list[int] = []
-        self.first = 0
+        self.blocks = list(prefix or [])
+        self.kept = -(-self.rule.keep // pool.block_size)
+        self.first = max((i + 1 for i, block in enumerate(self.blocks) if block == FORGOTTEN), default=0)
         # Changes with the blocks: what was derived from them is stale when it differs.
         self.version = 0
-        self.kept = -(-self.rule.keep // pool.block_size)
+        # Indices of blocks that came out of this table's reservation.
+        self._own: set[int] = set()
+        self._reserved = 0
         self._limit = blocks_needed(self.rule, pool.block_size, length, chunk)
-        self._reserved = self._limit
-        pool.reserve(self._reserved)
+        # Held before anything is reserved, so that the reservation does not count on evicting them.
+        pool.share(self.held)
+        try:
+            self._keep_in_reserve()
+        except OutOfBlocks:
+            pool.release(self.held)
+            raise
 
     @property
     def held(self) -> list[int]:
@@ -46,15 +58,30 @@ class Table:
         """Indices into `blocks` of those still held, in order."""
         return [*range(min(self.kept, self.first)), *range(self.first, len(self.blocks))]
 
+    @property
+    def _missing(self) -> int:
+        """Blocks between what there is and the full length."""
+        return -(-self.length // self.pool.block_size) - len(self.blocks)
+
+    def _keep_in_reserve(self) -> None:
+        """Reserve what the table may take before it gives one of its own blocks back."""
+        change = max(0, min(self._limit - len(self._own), self._missing)) - self._reserved
+        if change >= 0:
+            # Also for nothing: sharing idle blocks must not break what was promised to others.
+            self.pool.reserve(change)
+        else:
+            self.pool.unreserve(-change)
+        self._reserved += change
+
     def advance(self, position: int, count: int) -> None:
         """Make room for tokens [position, position + count); forget what queries from `position` on do not read."""
         self._forget(self.rule.first(position) // self.pool.block_size)
-        missing = -(-(position + count) // self.pool.block_size) - len(self.blocks)
-        if missing > 0:
+        count = -(-(position + count) // self.pool.block_size) - len(self.blocks)
+        if count > 0:
             last = self.blocks[-1] if self.blocks else FORGOTTEN
-            room = -(-self.length // self.pool.block_size) - len(self.blocks)
-            taken = self.pool.take(missing, None if last == FORGOTTEN else last, room)
-            self._reserved -= missing
+            taken = self.pool.take(count, None if last == FORGOTTEN else last, self._missing)
+            self._reserved -= count
+            self._own.update(range(len(self.blocks), len(self.blocks) + count))
             self.blocks += taken
             self.version += 1
 
@@ -65,23 +92,31 @@ class Table:
             return
         self.pool.release(self.blocks[start:first])
         self.blocks[start:first] = [FORGOTTEN] * (first - start)
+        self._own.difference_update(range(start, first))
         self.first = first
         self.version += 1
-        self._keep_in_reserve(self._limit - len(self.held))
-
-    def _keep_in_reserve(self, count: int) -> None:
-        change = max(0, count) - self._reserved
-        if change > 0:
-            self.pool.reserve(change)
-        else:
-            self.pool.unreserve(-change)
-        self._reserved += change
+        self._keep_in_reserve()
 
     def prefilled(self) -> None:
         """The prompt is stored: from here the table grows one token at a time and needs less in reserve."""
         if not self.rule.ring:
             self._limit = blocks_needed(self.rule, self.pool.block_size, self.length, 1)
-            self._keep_in_reserve(self._limit - len(self.held))
+            self._keep_in_reserve()
+
+    def adopt(self, block: int) -> None:
+        """The next block of this table is one that is held for it already."""
+        self._own.add(len(self.blocks))
+        self.blocks.append(block)
+        self.version += 1
+        self._keep_in_reserve()
+
+    def replace(self, index: int, block: int) -> None:
+        """Use a cached block of the same content instead of the own one."""
+        self.pool.share([block])
+        self.pool.release([self.blocks[index]])
+        self._own.discard(index)
+        self.blocks[index] = block
+        self.version += 1
 
     def close(self) -> None:
         self.pool.release(self.held)

@@ -1,0 +1,157 @@
+"""The tree of cached blocks.
+
+    root (one per salt) -> node: tokens [0, 64) -> node: [64, 128) -> node: [128, 150), a partial block
+                                                \\-> node: [64, 128), other tokens
+
+A node's key is the hash of its parent's key and its tokens, so a full block is found with one look-up and stands for
+everything before it. Tokens are kept and compared. Partial blocks are leaves: the ends of sequences.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..memory.sequence import State
+from ..memory.table import FORGOTTEN
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The recurrent states after exactly `length` tokens."""
+
+    length: int
+    states: list[State]
+    nbytes: int
+
+
+class Node:
+    """One block of tokens, [start, end); `blocks[g]` is where group g keeps it, FORGOTTEN if it does not."""
+
+    __slots__ = ("blocks", "children", "key", "last_used", "parent", "pins", "snapshot", "start", "tokens")
+
+    def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, blocks: list[int]) -> None:
+        self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
+        self.start: int = parent.end if parent is not None else 0
+        self.children: dict[bytes, Node] = {}
+        self.snapshot: Snapshot | None = None
+        self.last_used = 0
+        self.pins = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens) // TOKEN_BYTES
+
+    def path(self) -> Iterator["Node"]:
+        """This node and those before it, without the root."""
+        node: Node | None = self
+        while node is not None and node.parent is not None:
+            yield node
+            node = node.parent
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest known beginning of some tokens: whole nodes, then `common` tokens of `tail`."""
+
+    root: Node
+    nodes: list[Node]
+    tail: Node | None
+    common: int
+
+    @property
+    def length(self) -> int:
+        return (self.nodes[-1].end if self.nodes else 0) + self.common
+
+
+class Index:
+    def __init__(self, fingerprint: str, block_size: int) -> None:
+        """`fingerprint` names what the blocks depend on besides tokens: model, layout, dtype, block size."""
+        self._fingerprint, self._block_bytes = fingerprint, block_size * TOKEN_BYTES
+        self.roots: dict[str, Node] = {}
+        self.nodes: dict[bytes, Node] = {}
+        self._clock = 0
+
+    def root(self, salt: str) -> Node:
+        if salt not in self.roots:
+            digest = _hash(self._fingerprint.encode() + b"\0" + salt.encode())
+            self.roots[salt] = Node(None, digest, b"", [])
+        return self.roots[salt]
+
+    def match(self, tokens: bytes, salt: str, limit: int) -> Match:
+        """What is known of the first `limit` tokens; the nodes found count as used now."""
+        root = node = self.root(salt)
+        size, end = self._block_bytes, limit * TOKEN_BYTES
+        nodes: list[Node] = []
+        for start in range(0, end - size + 1, size):
+            block = tokens[start : start + size]
+            child = self.nodes.get(_hash(node.key + block))
+            if child is None or child.tokens != block:
+                break
+            nodes.append(child)
+            node = child
+        rest = tokens[len(nodes) * size : end][:size]
+        tail, common = _longest_common(node, rest)
+        for found in (*nodes, *([tail] if tail else [])):
+            self.touch(found)
+        return Match(root, nodes, tail, common)
+
+    def child_key(self, parent: Node, tokens: bytes) -> bytes:
+        return _hash(parent.key + tokens)
+
+    def add(self, parent: Node, tokens: bytes, blocks: list[int]) -> Node:
+        """A new node for `tokens` after `parent`."""
+        node = Node(parent, self.child_key(parent, tokens), tokens, blocks)
+        self.nodes[node.key] = node
+        parent.children[node.key] = node
+        self.touch(node)
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Take a leaf out of the tree."""
+        assert not node.children and node.parent is not None, "only a leaf may be removed"
+        del self.nodes[node.key]
+        del node.parent.children[node.key]
+
+    def touch(self, node: Node) -> None:
+        self._clock += 1
+        node.last_used = self._clock
+
+
+def as_bytes(tokens: list[int]) -> bytes:
+    """Tokens as the index keeps them."""
+    return np.asarray(tokens, np.int32).tobytes()
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _longest_common(parent: Node, tokens: bytes) -> tuple[Node | None, int]:
+    """The child of `parent` that shares the most first tokens with `tokens`, and how many."""
+    best: Node | None = None
+    most = 0
+    first = tokens[:TOKEN_BYTES]
+    for child in parent.children.values():
+        if not first or child.tokens[:TOKEN_BYTES] != first:
+            continue
+        common = _common(child.tokens, tokens)
+        # Of equals the shortest: a partial block that is matched whole can be taken over.
+        if common > most or (common == most and best is not None and len(child.tokens) < len(best.tokens)):
+            best, most = child, common
+    return best, most
+
+
+def _common(a: bytes, b: bytes) -> int:
+    length = min(len(a), len(b)) // TOKEN_BYTES
+    if a[: length * TOKEN_BYTES] == b[: length * TOKEN_BYTES]:
+        return length
+    different = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)
+    return int(np.argmax(different))
+
+
+def held(node: Node, group: int) -> bool:
+    return node.blocks[group] != FORGOTTEN

@@ -1,0 +1,349 @@
+"""The command as a person meets it: tables, answers, Ctrl-C, and errors of one line without a traceback."""
+
+import io
+import json
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+
+from onekv import __version__
+from onekv.cli import main
+
+ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
+PATIENCE = 120.0
+
+pytestmark = pytest.mark.usefixtures("smollm2_path")
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command line in this process: its status, output and errors."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        try:
+            status = main(argv)
+        except SystemExit as exit:
+            status = exit.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return status, out, err
+
+    return run
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """The one line that says why."""
+    status, out, err = result
+    assert status == 1
+    assert out == ""
+    assert err.startswith("onekv: ")
+    assert err.count("\n") == 1
+    return err
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo", "bench", "bench decode"])
+def test_help_has_an_example(run, command):
+    status, out, _ = run(*command.split(), "--help")
+    assert status == 0
+    assert f"example:\n  onekv {command}" in out
+
+
+def test_help_lists_the_commands_and_examples(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for command in ("generate", "chat", "plan", "demo", "bench"):
+        assert f"\n    {command} " in out
+    assert "examples:\n  onekv chat" in out
+
+
+def test_version(run):
+    assert run("--version")[:2] == (0, f"onekv {__version__}\n")
+
+
+@pytest.mark.parametrize("argv", [[], ["bench"], ["generate"], ["fly"]])
+def test_an_incomplete_command_shows_its_usage(run, argv):
+    status, _, err = run(*argv)
+    assert status == 2
+    assert err.startswith("usage: onekv")
+
+
+# Plan
+
+
+def test_plan_shows_where_the_memory_goes(run):
+    status, out, err = run("plan", "smollm2-135m", "--kv-memory", "256MiB")
+    assert (status, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    # 88 blocks of 64 tokens of 45 KiB are what rounds down to 256 MiB.
+    assert ["KV", "pool", "247.50", "MiB"] in lines
+    assert ["full", "attention", "30", "45.00", "KiB", "88", "5,632"] in lines
+    assert ["1,024", "tokens", "5"] in lines
+    assert ["4,096", "tokens", "1"] in lines
+    assert ["8,192", "tokens", "0"] in lines
+
+
+def test_plan_that_cannot_fit_shows_the_table_and_the_reason(run):
+    status, out, err = run("plan", "--kv-memory", "4TiB")
+    assert status == 1
+    assert "KV pool" in out
+    assert "onekv: it does not fit: the plan needs " in err
+    assert "lower --kv-memory (now 4.00 TiB)" in err
+
+
+def test_plan_follows_the_variables(run, monkeypatch):
+    monkeypatch.setenv("ONEKV_KV_MEMORY", "32MiB")
+    monkeypatch.setenv("ONEKV_BLOCK_SIZE", "16")
+    _, out, _ = run("plan")
+    assert ["full", "attention", "30", "45.00", "KiB", "45", "720"] in [line.split() for line in out.splitlines()]
+
+
+@pytest.mark.parametrize("command", [["plan"], ["generate", "Hi", "--model"], ["bench", "decode", "--model"]])
+def test_an_unknown_model_suggests_a_near_one(run, command):
+    assert "no model 'smolm2-135': " in (text := refused(run(*command, "smolm2-135")))
+    assert "did you mean smollm2-135m?" in text
+
+
+def test_a_budget_too_small_for_one_block_is_refused(run):
+    assert "--kv-memory is 976.56 KiB, but this model needs at least 2.81 MiB" in refused(
+        run("plan", "--kv-memory", "1MB")
+    )
+
+
+# Bad values
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "", "--chat"], "the prompt is empty"),
+        (["generate", "Hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "Hi", "--temperature", "nan"], "temperature is nan"),
+        (["generate", "Hi", "--top-p", "1.5"], "top_p is 1.5"),
+        (["chat", "--min-p", "2"], "min_p is 2.0"),
+        (["chat", "--top-k", "-1"], "top_k is -1"),
+        (["generate", "Hi", "--dtype", "int3"], "--dtype is 'int3'"),
+        (["generate", "Hi", "--kv-memory", "lots"], "--kv-memory='lots' is not a size"),
+        (["chat", "--block-size", "0"], "--block-size is 0"),
+        (["plan", "--max-kv-size", "4"], "=4 must be more than 4"),
+        (["bench", "decode", "--case", "abc"], "--case is 'abc'"),
+        (["bench", "decode", "--case", "0x5"], "--case is '0x5'"),
+        (["bench", "decode", "--json", "no/such/folder/x.json"], "--json is 'no/such/folder/x.json'"),
+    ],
+)
+def test_a_bad_value_is_refused_in_one_line(run, argv, text):
+    assert text in refused(run(*argv))
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["generate", "Hi", "--max-tokens", "0"], "--max-tokens: '0' must be a whole number of at least 1"),
+        (["generate", "a\udcffb"], r"prompt: 'a\udcffb' is not readable text"),
+        (["chat", "--system", "\udcff"], r"--system: '\udcff' is not readable text"),
+        (["generate", "Hi", "--seed", "x"], "--seed: invalid int value: 'x'"),
+        (["bench", "decode", "--rounds", "0"], "--rounds: '0' must be a whole number of at least 1"),
+        (["bench", "decode", "--tokens", "-4"], "--tokens: '-4' must be a whole number of at least 1"),
+        (["bench", "decode", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
+    ],
+)
+def test_a_value_that_cannot_be_read_shows_the_usage(run, argv, text):
+    status, _, err = run(*argv)
+    assert status == 2
+    assert text in err
+
+
+# Generate
+
+
+def test_generate_reads_the_prompt_from_standard_input(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The capital of France is"))
+    status, out, err = run("generate", "-", "--max-tokens", "4", "--kv-memory", "32MiB")
+    assert (status, err) == (0, "")
+    assert "Paris" in out
+    assert out.endswith("\n")
+
+
+@pytest.mark.parametrize(("sent", "text"), [(b"", "the prompt is empty"), (b"ab\xff", "standard input is not text")])
+def test_generate_refuses_input_that_is_no_prompt(run, monkeypatch, sent, text):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8"))
+    assert text in refused(run("generate", "-"))
+
+
+def test_generate_refuses_a_prompt_longer_than_the_pool(run):
+    text = refused(run("generate", "word " * 300, "--kv-memory", "8MB"))
+    assert "the prompt has 301 tokens and max_tokens is 256" in text
+    assert "the KV pool holds 128" in text
+    assert "raise --kv-memory (now 7.63 MiB)" in text
+
+
+def test_output_that_nobody_reads_is_no_error():
+    with subprocess.Popen([ONEKV, "plan"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+# Chat
+
+
+def test_chat_goes_on_after_a_question_that_does_not_fit(run, monkeypatch):
+    questions = f"{'word ' * 300}\n\nWhat is the capital of France?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(questions))
+    status, out, err = run("chat", "--kv-memory", "8MB", "--max-tokens", "12")
+    assert status == 0
+    assert "Paris" in out
+    assert "raise --kv-memory (now 7.63 MiB); /new starts over" in err
+
+
+class Terminal:
+    """A command in a pseudo-terminal of its own, as a person has it."""
+
+    def __init__(self, *argv: str) -> None:
+        self.end, theirs = os.openpty()
+        # The command must own the terminal, or Ctrl-C would not reach it.
+        own = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", own, *argv], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self.end, keys.encode())
+
+    def read(self) -> bool:
+        """More output, if there is any to come; False at its end."""
+        if not select.select([self.end], [], [], PATIENCE)[0]:
+            pytest.fail(f"nothing more came after: {self.seen!r}")
+        try:
+            self.seen += os.read(self.end, 4096).decode()
+        except OSError:  # What Linux says when the other end is closed.
+            return False
+        return True
+
+    def expect(self, text: str) -> str:
+        """Waits for `text`; gives what came before it and goes on after it."""
+        while text not in self.seen:
+            assert self.read(), f"{text!r} did not come; instead: {self.seen!r}"
+        before, _, self.seen = self.seen.partition(text)
+        assert "Traceback" not in before
+        return before
+
+    def ask(self, question: str) -> str:
+        self.type(question + "\n")
+        self.expect(question + "\r\n")
+        return self.expect("\r\n> ")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*argv: str) -> Terminal:
+        opened.append(Terminal(*argv))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_chat_in_a_terminal(terminal):
+    """Answers stream; Ctrl-C stops an answer and not the program; /new forgets; Ctrl-D leaves."""
+    chat = terminal(ONEKV, "chat", "--kv-memory", "64MiB", "--max-tokens", "300")
+    chat.expect("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
+    chat.expect("> ")
+    question = "What is the capital of France?"
+    first = chat.ask(question)
+    assert "Paris" in first
+
+    chat.type("\x03")
+    chat.expect("\r\n> ")
+
+    long = "Write a long story about a clockmaker."
+    chat.type(long + "\n")
+    chat.expect(long + "\r\n")
+    while len(chat.seen) < 20:
+        assert chat.read()
+    assert "> " not in chat.seen
+    chat.type("\x03")
+    chat.expect(" [stopped]\r\n> ")
+
+    chat.type("/new\n")
+    chat.expect("/new\r\n> ")
+    assert chat.ask(question) == first
+
+    chat.type("\x04")
+    while chat.read():
+        pass
+    assert "Traceback" not in chat.seen
+    assert chat.process.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_while_the_model_is_loaded_ends_with_one_line():
+    code = "import sys; from onekv.cli import main; print('ready', flush=True); sys.exit(main(['chat']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert (out, err) == ("", "\nonekv: interrupted\n")
+
+
+# Figures
+
+
+def test_bench_decode_writes_its_figures(run, tmp_path):
+    file = tmp_path / "result.json"
+    status, out, _ = run("bench", "decode", "--case", "2x32", "--tokens", "2", "--rounds", "1", "--json", str(file))
+    assert status == 0
+    assert out.startswith("batch x context")
+    about = json.loads(file.read_text())
+    assert (about["model"], about["tokens"], about["rounds"]) == ("smollm2-135m", 2, 1)
+    (result,) = about["results"]
+    assert (result["batch"], result["context"]) == (2, 32)
+    for name in ("prefill_ratio", "decode_ratio", "prefill_tokens_per_s", "decode_mlx_lm"):
+        assert math.isfinite(result[name])
+        assert result[name] > 0
+
+
+def test_demo_holds_three_turns_and_prints_a_table(run):
+    status, out, _ = run("demo")
+    assert status == 0
+    assert out.count("\n> ") == 2
+    lines = [line.split() for line in out.splitlines()]
+    header = next(i for i, words in enumerate(lines) if words[:3] == ["turn", "prompt", "generated"])
+    turns = lines[header + 2 :]
+    assert [words[0] for words in turns] == ["1", "2", "3"]
+    prompts = [int(words[1]) for words in turns]
+    assert prompts == sorted(set(prompts))
+    for words in turns:
+        assert all(float(speed) > 0 for speed in words[3:5])
+        assert " ".join(words[5:9]) == "513.13 MiB 247.50 MiB"
