@@ -110,6 +110,7 @@ def test_more_prompts_than_fit_wait_their_turn(llm):
     ("prompt", "options", "error", "text"),
     [
         ("", {}, PromptError, "the prompt is empty"),
+        ("a\udcffb", {}, PromptError, "lone surrogate"),
         ([], {}, PromptError, "the prompt is empty"),
         ([5, 10**6], {}, PromptError, "token id 1000000 is out of range: the model knows ids 0 to 49151"),
         ([-1], {}, PromptError, "token id -1 is out of range"),

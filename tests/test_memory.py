@@ -55,7 +55,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 128, length).tolist()
 
 
-# Fewer than LAYERS_TO_OVERLAP layers: each step awaits the one before. More: they overlap.
+# Few layers, where a step is over before the next is built, and many.
 @pytest.mark.parametrize("layer_count", [4, 26])
 def test_active_memory_is_flat_while_decoding(layer_count):
     engine = make_engine(layer_count)
@@ -67,7 +67,7 @@ def test_active_memory_is_flat_while_decoding(layer_count):
     assert len(active) >= DECODED
     assert max(active) - min(active) < workspace + pool.block_bytes
     assert addresses(engine) == before
-    engine.memory.check_integrity()
+    engine.check_integrity()
 
 
 @pytest.mark.parametrize("layer_count", [4, 26])
@@ -99,9 +99,10 @@ def test_a_write_that_is_not_in_place_is_noticed(monkeypatch):
     pinned = []
     write = layers.write
 
-    def pinning_write(step, arrays, keys, values):
-        write(step, arrays, keys, values)
-        pinned.append(arrays.k[:, :1])
+    def pinning_write(step, pool, new):
+        written = write(step, pool, new)
+        pinned.append(written[:, :1])
+        return written
 
     monkeypatch.setattr(layers, "write", pinning_write)
     run(engine, [Request(random_prompt(40), 8)])

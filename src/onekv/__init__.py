@@ -1,19 +1,26 @@
 """OneKV: language models on MLX with every token's KV cache exactly once in memory."""
 
 import warnings as _warnings
+from typing import TYPE_CHECKING, Any
 
+from .errors import OneKVError
 from .models.blas import ensure_fast_blas as _ensure_fast_blas
+
+if TYPE_CHECKING:
+    from .llm import LLM, Completion, Stats, Stream
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "OneKVError", "Stats", "Stream", "__version__"]
 
 # Before anything imports MLX: it links its matrix products when it is loaded.
 if (_missing := _ensure_fast_blas()) is not None:
     _warnings.warn(_missing, stacklevel=2)
 
-from .models.limits import import_mlx_lm as _import_mlx_lm
 
-_import_mlx_lm()
+def __getattr__(name: str) -> Any:
+    """MLX and its models are imported when they are first used: a command's help does not need them."""
+    if name in ("LLM", "Completion", "Stats", "Stream"):
+        from . import llm
 
-from .errors import OneKVError  # noqa: E402
-from .llm import LLM, Completion, Stats, Stream  # noqa: E402
-
-__version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "OneKVError", "Stats", "Stream", "__version__"]
+        return getattr(llm, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

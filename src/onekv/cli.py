@@ -108,6 +108,13 @@ def _add_bench(commands: Any) -> None:
         required=True, metavar="BENCHMARK"
     )
     text = "prefill and decode speed side by side with mlx-lm, interleaved, medians"
+    example = "onekv bench reuse --size 50MB --size 200MB"
+    reuse = _add_command(benches, "reuse", _bench_reuse, "cost of continuing a cached conversation", example)
+    reuse.add_argument("--model", default=DEFAULT_MODEL, help=f"a model; default {DEFAULT_MODEL}")
+    reuse.add_argument("--size", action="append", metavar="SIZE", help="KV of the conversation; default 50, 100, 200MB")
+    reuse.add_argument("--rounds", type=int, default=5, help="rounds, each of both sides; default 5")
+    reuse.add_argument("--json", metavar="FILE", help="also write the figures here")
+    reuse.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
     example = "onekv bench decode --case 1x2048 --case 4x1024 --json result.json"
     command = _add_command(benches, "decode", _bench_decode, text, example)
     model_help = f"a model, or 8b for random weights of that shape; default {DEFAULT_MODEL}"
@@ -184,6 +191,12 @@ def _demo(arguments: argparse.Namespace) -> None:
     from .report import demo
 
     demo()
+
+
+def _bench_reuse(arguments: argparse.Namespace) -> None:
+    from .bench.reuse import run
+
+    run(arguments)
 
 
 def _bench_decode(arguments: argparse.Namespace) -> None:

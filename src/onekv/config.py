@@ -15,7 +15,7 @@ from .units import parse_size
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def parse_switch(text: str) -> bool:
+def on_or_off(text: str) -> bool:
     """on or off, as people write it."""
     switches = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
     if text.lower() not in switches:
@@ -48,7 +48,7 @@ class Settings:
         int,
     )
     prefix_cache: bool = _setting(
-        True, "on|off", "keep what was computed and start later prompts from it; default on", parse_switch
+        True, "on|off", "keep what was computed and start later prompts from it; default on", on_or_off
     )
     dtype: str | None = _setting(
         None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
@@ -92,7 +92,7 @@ def _convert(kind: Any, text: str, name: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        wanted = "on or off" if kind is parse_switch else "a whole number"
+        wanted = "on or off" if kind is on_or_off else "a whole number"
         raise SettingError(f"{name}={text!r} is not {wanted}") from None
 
 

@@ -274,7 +274,9 @@ class LLM:
         self.engine.check_integrity()
 
     def close(self) -> None:
-        """Release the pool; the LLM cannot be used afterwards. Closing twice is allowed."""
+        """Release the pool and the cache; the LLM cannot be used afterwards. Closing twice is allowed."""
+        if self._engine is not None:
+            self._engine.close()
         self._engine = None
 
     def __enter__(self) -> "LLM":
@@ -297,6 +299,8 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty; it must have at least one token")
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise PromptError("the prompt has half a character (a lone surrogate); it must be valid text")
             tokens = self.tokenizer.encode(prompt)
         else:
             tokens = [int(token) for token in prompt]

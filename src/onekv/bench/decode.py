@@ -63,7 +63,7 @@ class Result:
 
 def run(arguments: argparse.Namespace) -> None:
     cases = [_case(text) for text in arguments.case or ["1x2048", "4x1024"]]
-    model = _model(arguments.model, arguments.dtype)
+    model = bench_model(arguments.model, arguments.dtype)
     results = []
     for batch, context in cases:
         print(f"measuring {batch} x {context} tokens ...", file=sys.stderr, flush=True)
@@ -71,16 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(_format(results[-1:]), file=sys.stderr, flush=True)
     print(_format(results))
     if arguments.json:
-        about = {
-            "date": date.today().isoformat(),
-            "model": arguments.model,
-            "device": str(mx.device_info().get("device_name", mx.default_device())),
-            "versions": {name: version(name) for name in ("mlx", "mlx-lm")},
-            "tokens": arguments.tokens,
-            "rounds": arguments.rounds,
-            "block_size": arguments.block_size,
-        }
-        text = json.dumps({**about, "results": [asdict(result) for result in results]}, indent=2)
+        how = {"tokens": arguments.tokens, "rounds": arguments.rounds, "block_size": arguments.block_size}
+        text = json.dumps({**about(arguments.model), **how, "results": [asdict(r) for r in results]}, indent=2)
         Path(arguments.json).write_text(text + "\n")
 
 
@@ -133,8 +125,14 @@ class _OneKV:
         token_bytes = sum(g.token_bytes for g in make_plan(model, settings, None).layout.groups)
         # Rounded up as the plan rounds down.
         blocks = -(-batch * -(-length // block_size) * block_size // 256) * 256 // block_size
-        settings = Settings(max_batch=batch, block_size=block_size, kv_memory=max(1, blocks * block_size * token_bytes))
-        self.engine = Engine(model, make_plan(model, settings, None), set())
+        settings = Settings(
+            max_batch=batch,
+            block_size=block_size,
+            prefix_cache=False,
+            kv_memory=max(1, blocks * block_size * token_bytes),
+        )
+        # Without the prefix cache, so that every round computes its prompts.
+        self.engine = Engine(model, make_plan(model, settings, None), set(), prefix_cache=False)
 
     def start(self, prompts: list[list[int]], tokens: int) -> Iterator[None]:
         """Yields each time all sequences have one token more."""
@@ -169,7 +167,17 @@ def stock(model: Module, prompts: list[list[int]], tokens: int) -> Iterator[None
             yield
 
 
-def _model(name: str, dtype: str | None) -> Module:
+def about(model: str) -> dict[str, Any]:
+    """What every recorded result says of itself."""
+    return {
+        "date": date.today().isoformat(),
+        "model": model,
+        "device": str(mx.device_info().get("device_name", mx.default_device())),
+        "versions": {name: version(name) for name in ("onekv", "mlx", "mlx-lm")},
+    }
+
+
+def bench_model(name: str, dtype: str | None) -> Module:
     if name != "8b":
         return load_model(name, dtype=dtype).model
     mx.random.seed(0)

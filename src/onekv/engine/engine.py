@@ -101,6 +101,12 @@ class Engine:
         # What was built and not computed would keep its inputs alive.
         mx.eval(self.memory.arrays())
 
+    def close(self) -> None:
+        """End all requests and forget all that is cached; the pools go with the engine."""
+        self.cancel([*self.waiting, *([self.prefilling] if self.prefilling else []), *self.running])
+        if self.prefix is not None:
+            self.prefix.clear()
+
     # Prefill
 
     def _admit(self) -> None:
@@ -225,9 +231,16 @@ class Engine:
             if self.prefix is not None:
                 self.prefix.finish(request.sequence, request.all_tokens)
                 if request.pin:
-                    self.prefix.pin(request.prompt, request.salt)
+                    self._pin(request)
             self.memory.close(request.sequence)
             request.sequence = None
+
+    def _pin(self, request: Request) -> None:
+        assert self.prefix is not None
+        try:
+            self.prefix.pin(request.prompt, request.salt)
+        except MemoryBudgetError as error:
+            request.error = error
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""

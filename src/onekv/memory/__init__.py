@@ -13,3 +13,8 @@ Who owns what:
 
 Units: positions and lengths are tokens, `blocks` are counts or ids of blocks, everything named bytes is bytes.
 """
+
+from ..models.limits import import_mlx_lm
+
+# Before the modules here import it.
+import_mlx_lm()

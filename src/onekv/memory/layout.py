@@ -127,7 +127,7 @@ def read_layout(model: Module, max_kv_size: int | None = None) -> Layout:
     """The layout of `model`; with `max_kv_size` its full-attention layers keep only that many tokens."""
     if max_kv_size is not None and max_kv_size <= KEEP:
         raise SettingError(
-            f"max_kv_size={max_kv_size} must be more than {KEEP}, the number of first tokens that are always kept"
+            f"--max-kv-size is {max_kv_size}; it must be more than {KEEP}, the first tokens that are always kept"
         )
     caches = stock_caches(model)
     hook.install(model)

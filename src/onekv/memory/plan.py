@@ -84,7 +84,7 @@ class Plan:
         counts = [self.max_batch]
         for group, count in zip(self.layout.groups, self.blocks, strict=True):
             first = blocks_needed(group.rule, self.block_size, length, self.prefill_chunk)
-            others = blocks_needed(group.rule, self.block_size, length, 1)
+            others = blocks_needed(group.rule, self.block_size, length, _steady_chunk(group, self.prefill_chunk))
             counts.append(0 if first > count else 1 + (count - first) // others)
         return min(counts)
 
@@ -177,14 +177,19 @@ def chunk_tokens(layout: Layout, length: int, chunk: int) -> int:
     return max(1, min(chunk, SCORES // max(1, per_token)))
 
 
-def divide(layout: Layout, budget: int, block_size: int, max_batch: int, chunk: int) -> tuple[int, ...]:
-    """How many blocks of each group `budget` bytes buy; raises MemoryBudgetError if not even one sequence fits."""
-    states = layout.sequence_bytes * max_batch
+def divide(
+    layout: Layout, budget: int, block_size: int, max_batch: int, chunk: int, snapshots: int = 0
+) -> tuple[int, ...]:
+    """How many blocks of each group `budget` bytes buy beside `snapshots` bytes of snapshots.
+
+    Raises MemoryBudgetError if not even one sequence fits.
+    """
+    states = layout.sequence_bytes * max_batch + snapshots
     windows = [group for group in layout.groups if group.rule.span is not None]
     full = [group for group in layout.groups if group.rule.span is None]
     # Of each window: one sequence that is prefilled, and each further one, which is decoding.
     first = {group: _window_blocks(group, block_size, chunk) for group in windows}
-    further = {group: _window_blocks(group, block_size, 1) for group in windows}
+    further = {group: _window_blocks(group, block_size, _steady_chunk(group, chunk)) for group in windows}
     first_bytes = sum(group.token_bytes * block_size * first[group] for group in windows)
     further_bytes = sum(group.token_bytes * block_size * further[group] for group in windows)
     full_block_bytes = sum(group.token_bytes for group in full) * block_size
@@ -205,9 +210,15 @@ def divide(layout: Layout, budget: int, block_size: int, max_batch: int, chunk: 
             group,
             full_blocks if group in full else first[group] + further[group] * (sequences - 1),
             block_size,
+            first.get(group, 1),
         )
         for group in layout.groups
     )
+
+
+def _steady_chunk(group: Group, chunk: int) -> int:
+    """The steps a sequence needs room for once its prompt is stored: a ring keeps its whole reservation."""
+    return chunk if group.rule.ring else 1
 
 
 def _window_blocks(group: Group, block_size: int, chunk: int) -> int:
@@ -215,13 +226,14 @@ def _window_blocks(group: Group, block_size: int, chunk: int) -> int:
     return blocks_needed(group.rule, block_size, 2**62, chunk)
 
 
-def _cap(group: Group, blocks: int, block_size: int) -> int:
-    """Fewer blocks where MLX's 32-bit indices or its CUDA attention ask for it."""
+def _cap(group: Group, blocks: int, block_size: int, least: int) -> int:
+    """Fewer blocks where MLX's 32-bit indices or its CUDA attention ask for it, the latter not below `least`."""
     widest = max(layer.heads * max(layer.k_dim, layer.v_dim) for layer in group.layers)
     blocks = min(blocks, MAX_ELEMENTS // max(1, widest * block_size))
     # A stride of 33,088 tokens took 163 us on an H200, one of 33,792 = 132 * 256 tokens 57 us.
     unit = 256 // math.gcd(256, block_size)
-    return blocks - blocks % unit if blocks >= 16 * unit else blocks
+    rounded = blocks - blocks % unit
+    return rounded if rounded >= max(16 * unit, least) else blocks
 
 
 def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
@@ -242,7 +254,7 @@ def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
     snapshots = 0
     if settings.prefix_cache:
         snapshots = min(budget // 4, SNAPSHOTS * settings.max_batch * layout.sequence_bytes)
-    blocks = divide(layout, budget - snapshots, settings.block_size, settings.max_batch, chunk)
+    blocks = divide(layout, budget, settings.block_size, settings.max_batch, chunk, snapshots)
     workspace = workspace_bytes(model, layout, blocks, settings.block_size, settings.max_batch, chunk)
     return Plan(
         device=device,

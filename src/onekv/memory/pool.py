@@ -10,6 +10,9 @@ never fails for lack of a block; idle ones are evicted by `reclaim` when they ar
 
     | held (perhaps cached too) | idle, pinned | idle | free |
                                                | reserved: some of these | available: the others |
+
+In a window, tables let go of blocks while they run and take others instead. A block that two of them share is then
+still held by one when the other asks for a new one, so there a block counts once for every table that refers to it.
 """
 
 from collections.abc import Callable
@@ -69,7 +72,16 @@ class Pool:
 
     @property
     def available(self) -> int:
-        return self._free + self._idle - self.reserved
+        """How many more blocks can be promised."""
+        if self.group.rule.span is None:
+            return self._free + self._idle - self.reserved
+        return self.blocks - int(self.pinned.sum()) - int(self.references.sum()) - self.reserved
+
+    def can_pin(self, blocks: list[int]) -> bool:
+        """Whether all promises still hold when these cached blocks are pinned."""
+        if self.group.rule.span is None:
+            return self._count_idle(blocks) <= self.available
+        return int((~self.pinned[blocks]).sum()) <= self.available
 
     @property
     def block_bytes(self) -> int:
@@ -201,7 +213,7 @@ class Pool:
             raise IntegrityError(f"cached blocks of {self.group.rule} are miscounted")
         idle = self._count_idle(list(range(self.blocks)))
         free = int(((self.references == 0) & ~self.cached).sum())
-        if (self._free, self._idle) != (free, idle) or not 0 <= self.reserved <= free + idle:
+        if (self._free, self._idle) != (free, idle) or self.reserved < 0 or self.available < 0:
             raise IntegrityError(
                 f"{self._free} free and {self._idle} idle blocks, {self.reserved} reserved: miscounted"
             )

@@ -38,8 +38,6 @@ class Table:
         self.first = max((i + 1 for i, block in enumerate(self.blocks) if block == FORGOTTEN), default=0)
         # Changes with the blocks: what was derived from them is stale when it differs.
         self.version = 0
-        # Indices of blocks that came out of this table's reservation.
-        self._own: set[int] = set()
         self._reserved = 0
         self._limit = blocks_needed(self.rule, pool.block_size, length, chunk)
         # Held before anything is reserved, so that the reservation does not count on evicting them.
@@ -64,8 +62,8 @@ class Table:
         return -(-self.length // self.pool.block_size) - len(self.blocks)
 
     def _keep_in_reserve(self) -> None:
-        """Reserve what the table may take before it gives one of its own blocks back."""
-        change = max(0, min(self._limit - len(self._own), self._missing)) - self._reserved
+        """Reserve what the table may take before it gives a block back."""
+        change = max(0, min(self._limit - len(self.held), self._missing)) - self._reserved
         if change >= 0:
             # Also for nothing: sharing idle blocks must not break what was promised to others.
             self.pool.reserve(change)
@@ -81,7 +79,6 @@ class Table:
             last = self.blocks[-1] if self.blocks else FORGOTTEN
             taken = self.pool.take(count, None if last == FORGOTTEN else last, self._missing)
             self._reserved -= count
-            self._own.update(range(len(self.blocks), len(self.blocks) + count))
             self.blocks += taken
             self.version += 1
 
@@ -92,7 +89,6 @@ class Table:
             return
         self.pool.release(self.blocks[start:first])
         self.blocks[start:first] = [FORGOTTEN] * (first - start)
-        self._own.difference_update(range(start, first))
         self.first = first
         self.version += 1
         self._keep_in_reserve()
@@ -105,7 +101,6 @@ class Table:
 
     def adopt(self, block: int) -> None:
         """The next block of this table is one that is held for it already."""
-        self._own.add(len(self.blocks))
         self.blocks.append(block)
         self.version += 1
         self._keep_in_reserve()
@@ -114,7 +109,6 @@ class Table:
         """Use a cached block of the same content instead of the own one."""
         self.pool.share([block])
         self.pool.release([self.blocks[index]])
-        self._own.discard(index)
         self.blocks[index] = block
         self.version += 1
 

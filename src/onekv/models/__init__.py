@@ -15,6 +15,9 @@ __all__ = ["DEFAULT_MODEL", "LoadedModel", "load_model"]
 
 def __getattr__(name: str) -> Any:
     if name in ("LoadedModel", "load_model"):
+        from .limits import import_mlx_lm
+
+        import_mlx_lm()
         from . import loader
 
         return getattr(loader, name)

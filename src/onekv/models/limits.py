@@ -27,6 +27,6 @@ def open_file_limit_kept() -> Iterator[None]:
 
 
 def import_mlx_lm() -> None:
-    """Imports mlx_lm with the open-file limit kept; `onekv` does so before anything else imports it."""
+    """Imports mlx_lm with the open-file limit kept; to be called before anything else imports it."""
     with open_file_limit_kept():
         import mlx_lm.utils  # noqa: F401

@@ -12,8 +12,10 @@ Recurrent states are stored as snapshots, references to immutable arrays, each w
 """
 
 import heapq
+import weakref
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
@@ -63,7 +65,7 @@ class PrefixCache:
         self._hits = self._reused = self._evictions = 0
         self._misses: Counter[str] = Counter()
         for group, pool in enumerate(memory.pools):
-            pool.reclaim = lambda count, group=group: self._reclaim(group, count)
+            pool.reclaim = partial(_reclaim, weakref.ref(self), group)
 
     # Starting a sequence
 
@@ -293,7 +295,7 @@ class PrefixCache:
                     # Mostly stale; it is built anew when something must be evicted.
                     self._heaps[group].clear()
 
-    def _reclaim(self, group: int, count: int) -> None:
+    def reclaim(self, group: int, count: int) -> None:
         """Free `count` blocks of one pool, the least recently used ones."""
         pool = self._memory.pools[group]
         wanted = pool.free + count
@@ -364,11 +366,11 @@ class PrefixCache:
         """Never evict the blocks that are cached of `tokens`; returns how many tokens they hold."""
         path = self._known(tokens, salt)
         for group, pool in enumerate(self._memory.pools):
-            idle = [node for node in path if held(node, group) and self._idle(pool, node.blocks[group])]
-            if len(idle) > pool.available:
+            blocks = [node.blocks[group] for node in path if held(node, group)]
+            if blocks and not pool.can_pin(blocks):
                 raise MemoryBudgetError(
-                    f"{len(idle)} blocks cannot be pinned: running requests may need all but {pool.available} "
-                    f"of {pool.blocks}; pin less or raise --kv-memory"
+                    f"a prompt of {len(tokens)} tokens cannot be pinned: {len(blocks)} of {pool.blocks} blocks, and "
+                    f"{pool.available} are not promised to running requests; pin less or raise --kv-memory"
                 )
         self._change_pins(path, 1)
         return path[-1].end if path else 0
@@ -451,3 +453,10 @@ class PrefixCache:
         total = sum(node.snapshot.nbytes for node in self._snapshots if node.snapshot is not None)
         if total != self._snapshot_bytes or total > self._snapshot_budget:
             raise IntegrityError(f"{self._snapshot_bytes} bytes of snapshots are counted, {total} are held")
+
+
+def _reclaim(cache: "weakref.ref[PrefixCache]", group: int, count: int) -> None:
+    """What a pool calls to have blocks evicted; it must not keep the cache, and with it the pools, alive."""
+    owner = cache()
+    if owner is not None:
+        owner.reclaim(group, count)

@@ -1,0 +1,225 @@
+"""Random use of the prefix cache against a plain model of it.
+
+No language model runs here: what would be computed for a token is a number made of all tokens up to it, written into
+the real pool where the real table says. So a block that is shared wrongly, freed too early or restored at another
+length shows as a wrong number.
+"""
+
+import zlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from onekv.errors import MemoryBudgetError
+from onekv.memory.kv import KVMemory
+from onekv.memory.layout import Group, KVLayer, Layout, Rule, StateLayer
+from onekv.memory.pool import OutOfBlocks
+from onekv.memory.table import FORGOTTEN
+from onekv.prefix.cache import PrefixCache
+
+BLOCK, CHUNK, BLOCKS = 4, 6, 14
+# Few different tokens: prompts often begin alike.
+TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=18)
+SALTS = st.sampled_from(["", "other"])
+
+
+def number(tokens: list[int], salt: str) -> float:
+    """Stands for the KV of the last token: depends on all before it."""
+    return float(zlib.crc32(bytes(tokens) + salt.encode()) % 2**20)
+
+
+def make_layout(windows: list[int | None], recurrent: bool) -> Layout:
+    groups = tuple(Group(Rule(window=w), (KVLayer("layer", 1, 1, 1, mx.float32),)) for w in windows)
+    states = (StateLayer("state", (((1,), mx.float32),)),) if recurrent else ()
+    return Layout(groups, states, (), vocabulary=3, query_heads=1)
+
+
+class Running:
+    def __init__(self, sequence, prompt, salt):
+        self.sequence, self.tokens, self.salt = sequence, list(prompt), salt
+
+
+class Machine(RuleBasedStateMachine):
+    layout: Layout
+
+    def __init__(self):
+        super().__init__()
+        self.memory = KVMemory(self.layout, (BLOCKS,) * len(self.layout.groups), BLOCK, CHUNK)
+        self.cache = PrefixCache(self.memory, "test", snapshot_budget=10 * 4)
+        self.running: list[Running] = []
+        # Everything ever stored, and what was stored since the last time all was cleared.
+        self.past: list[tuple[list[int], str]] = []
+        self.kept: list[tuple[list[int], str]] = []
+        self.pins: list[tuple[list[int], str]] = []
+
+    # What the engine would do
+
+    @rule(prompt=TOKENS, salt=SALTS, room=st.integers(1, 10))
+    def submit(self, prompt, salt, room):
+        self.start(prompt, salt, room)
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data(), more=TOKENS, room=st.integers(1, 6))
+    def continue_or_branch(self, data, more, room):
+        tokens, salt = data.draw(st.sampled_from(self.past))
+        cut = data.draw(st.integers(0, len(tokens)))
+        self.start(tokens[:cut] + more, salt, room)
+
+    def start(self, prompt, salt, room):
+        if len(prompt) + room > (BLOCKS - 2) * BLOCK:
+            return
+        evicted = self.cache.stats().evicted_blocks
+        try:
+            sequence = self.cache.open(prompt, len(prompt) + room, salt)
+        except OutOfBlocks:
+            return
+        known = max((common(prompt, tokens) for tokens, other in self.past if other == salt), default=0)
+        assert sequence.length <= min(known, len(prompt) - 1)
+        if not evicted and self.layout is LAYOUTS["full"]:
+            # Every full block hits; the rest of a sequence only when it has ended and was not taken over.
+            shared = max((common(prompt, tokens) for tokens, other in self.kept if other == salt), default=0)
+            assert sequence.length >= min(shared // BLOCK * BLOCK, len(prompt) - 1)
+        if self.layout.states and sequence.length:
+            assert sequence.states[0][0].item() == number(prompt[: sequence.length], salt)
+        self.running.append(Running(sequence, prompt, salt))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, CHUNK), token=st.integers(1, 2))
+    def compute(self, data, count, token):
+        run = data.draw(st.sampled_from(self.running))
+        sequence = run.sequence
+        if sequence.length == len(run.tokens):
+            run.tokens.append(token)
+        room = min(len(run.tokens), sequence.max_length) - sequence.length
+        if sequence.length >= len(run.tokens) - 1:
+            count = 1
+            sequence.prefilled()
+        count = min(count, room)
+        if count < 1:
+            return
+        sequence.advance(count)
+        self.write(run, count)
+        sequence.length += count
+        if self.layout.states:
+            sequence.states = [[mx.array([number(run.tokens[: sequence.length], run.salt)])]]
+        self.cache.publish(sequence, run.tokens)
+        self.cache.snapshot(sequence)
+        self.past.append((run.tokens[: sequence.length], run.salt))
+        self.kept.append(self.past[-1])
+
+    def write(self, run, count):
+        for table in run.sequence.tables:
+            arrays = table.pool.layers[0]
+            for position in range(run.sequence.length, run.sequence.length + count):
+                slot = table.blocks[position // BLOCK] * BLOCK + position % BLOCK
+                arrays.k[:, slot : slot + 1] = mx.array(number(run.tokens[: position + 1], run.salt))
+            mx.eval(arrays.k)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data):
+        """Finished or cancelled: to the cache it is the same."""
+        run = data.draw(st.sampled_from(self.running))
+        self.running.remove(run)
+        self.cache.finish(run.sequence, run.tokens)
+        self.memory.close(run.sequence)
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data())
+    def pin(self, data):
+        tokens, salt = data.draw(st.sampled_from(self.past))
+        try:
+            self.cache.pin(tokens[:8], salt)
+        except MemoryBudgetError:
+            return
+        self.pins.append((tokens[:8], salt))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        tokens, salt = data.draw(st.sampled_from(self.pins))
+        self.pins.remove((tokens, salt))
+        self.cache.unpin(tokens, salt)
+
+    @rule()
+    def clear(self):
+        self.cache.clear()
+        self.kept.clear()
+
+    # What must hold after every step
+
+    @invariant()
+    def counts_agree(self):
+        self.cache.check_integrity()
+        self.memory.check_integrity([self.cache.cached_blocks(g) for g in range(len(self.memory.pools))])
+
+    @invariant()
+    def every_running_sequence_reads_its_own_tokens(self):
+        for run in self.running:
+            for table in run.sequence.tables:
+                stored = np.array(table.pool.layers[0].k)[0, :, 0]
+                first = table.rule.first(run.sequence.length)
+                for position in range(first, run.sequence.length):
+                    block = table.blocks[position // BLOCK]
+                    assert block != FORGOTTEN
+                    expected = number(run.tokens[: position + 1], run.salt)
+                    assert stored[block * BLOCK + position % BLOCK] == expected
+
+    @invariant()
+    def every_cached_block_holds_the_tokens_it_says(self):
+        for salt, root in self.cache.index.roots.items():
+            open_nodes = list(root.children.values())
+            while open_nodes:
+                node = open_nodes.pop()
+                open_nodes += node.children.values()
+                path = list(reversed(list(node.path())))
+                tokens = np.frombuffer(b"".join(part.tokens for part in path), np.int32).tolist()
+                if node.snapshot is not None:
+                    assert node.snapshot.states[0][0].item() == number(tokens, salt)
+                for pool, block in zip(self.memory.pools, node.blocks, strict=True):
+                    if block != FORGOTTEN:
+                        stored = np.array(pool.layers[0].k)[0, block * BLOCK :, 0]
+                        for i in range(node.end - node.start):
+                            assert stored[i] == number(tokens[: node.start + i + 1], salt)
+
+    def teardown(self):
+        for run in self.running:
+            self.cache.finish(run.sequence, run.tokens)
+            self.memory.close(run.sequence)
+        for tokens, salt in self.pins:
+            self.cache.unpin(tokens, salt)
+        self.cache.clear()
+        assert self.cache.index.nodes == {}
+        assert all(pool.free == pool.blocks and pool.reserved == 0 for pool in self.memory.pools)
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+LAYOUTS = {
+    "full": make_layout([None], recurrent=False),
+    "window": make_layout([None, 6], recurrent=False),
+    "window alone": make_layout([5], recurrent=False),
+    "recurrent": make_layout([None], recurrent=True),
+    "all kinds": make_layout([None, 6], recurrent=True),
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_random_use(kind):
+    machine = type("Case", (Machine,), {"layout": LAYOUTS[kind]})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
