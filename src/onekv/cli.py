@@ -107,25 +107,45 @@ def _add_bench(commands: Any) -> None:
     benches = _add_command(commands, "bench", None, text, "onekv bench decode").add_subparsers(
         required=True, metavar="BENCHMARK"
     )
+    _add_bench_decode(benches)
+    _add_bench_reuse(benches)
+    _add_bench_index(benches)
+
+
+def _add_bench_decode(benches: Any) -> None:
     text = "prefill and decode speed side by side with mlx-lm, interleaved, medians"
-    example = "onekv bench reuse --size 50MB --size 200MB"
-    reuse = _add_command(benches, "reuse", _bench_reuse, "cost of continuing a cached conversation", example)
-    reuse.add_argument("--model", default=DEFAULT_MODEL, help=f"a model; default {DEFAULT_MODEL}")
-    reuse.add_argument("--size", action="append", metavar="SIZE", help="KV of the conversation; default 50, 100, 200MB")
-    reuse.add_argument("--rounds", type=int, default=5, help="rounds, each of both sides; default 5")
-    reuse.add_argument("--json", metavar="FILE", help="also write the figures here")
-    reuse.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
     example = "onekv bench decode --case 1x2048 --case 4x1024 --json result.json"
     command = _add_command(benches, "decode", _bench_decode, text, example)
-    model_help = f"a model, or 8b for random weights of that shape; default {DEFAULT_MODEL}"
-    command.add_argument("--model", default=DEFAULT_MODEL, help=model_help)
     case_help = "default 1x2048 and 4x1024; may be given several times"
     command.add_argument("--case", action="append", metavar="BATCHxCONTEXT", help=case_help)
     command.add_argument("--tokens", type=_count, default=32, metavar="N", help="decoded per round; default 32")
+    command.add_argument("--block-size", type=_count, default=64, metavar="N", help="tokens in a block; default 64")
+    _add_bench_common(command)
+
+
+def _add_bench_reuse(benches: Any) -> None:
+    text = "memory and time of continuing a cached conversation, beside mlx-lm's prompt cache"
+    command = _add_command(benches, "reuse", _bench_reuse, text, "onekv bench reuse --size 50MB --size 200MB")
+    size_help = "KV of the conversation; default 50MB, 100MB and 200MB; may be given several times"
+    command.add_argument("--size", action="append", metavar="SIZE", help=size_help)
+    _add_bench_common(command)
+
+
+def _add_bench_common(command: argparse.ArgumentParser) -> None:
+    model_help = f"a model, or 8b for random weights of that shape; default {DEFAULT_MODEL}"
+    command.add_argument("--model", default=DEFAULT_MODEL, help=model_help)
     command.add_argument("--rounds", type=_count, default=5, metavar="N", help="each of both sides; default 5")
     command.add_argument("--json", metavar="FILE", help="also write the figures here")
     command.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
-    command.add_argument("--block-size", type=_count, default=64, metavar="N", help="tokens in a block; default 64")
+
+
+def _add_bench_index(benches: Any) -> None:
+    text = "time and memory of the prefix index"
+    example = "onekv bench index --blocks 1000000 --tokens 100000"
+    command = _add_command(benches, "index", _bench_index, text, example)
+    command.add_argument("--blocks", type=_count, default=1_000_000, metavar="N", help="in the index; default 1000000")
+    command.add_argument("--tokens", type=_count, default=100_000, metavar="N", help="to match; default 100000")
+    command.add_argument("--rounds", type=_count, default=20, metavar="N", help="matches timed; default 20")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -193,18 +213,30 @@ def _demo(arguments: argparse.Namespace) -> None:
     demo()
 
 
+def _bench_index(arguments: argparse.Namespace) -> None:
+    from .bench.index import run
+
+    run(arguments)
+
+
 def _bench_reuse(arguments: argparse.Namespace) -> None:
     from .bench.reuse import run
 
+    _check_json(arguments)
     run(arguments)
 
 
 def _bench_decode(arguments: argparse.Namespace) -> None:
     from .bench.decode import run
 
+    _check_json(arguments)
+    run(arguments)
+
+
+def _check_json(arguments: argparse.Namespace) -> None:
+    """Before anything is measured, not after."""
     if arguments.json is not None and not Path(arguments.json).parent.is_dir():
         raise SettingError(f"--json is {arguments.json!r}, but there is no folder {str(Path(arguments.json).parent)!r}")
-    run(arguments)
 
 
 def _load(arguments: argparse.Namespace) -> Any:
