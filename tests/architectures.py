@@ -26,10 +26,10 @@ class Architecture:
     """What ``ModelArgs.from_dict`` gets, without ``model_type``."""
     caches: tuple[str, ...]
     """The stock caches in order, as :func:`cache_kind` spells them."""
-    chunk_exact: bool = True
-    """Whether stock chunked and one-shot prefill agree."""
+    chunk_exact: bool | None = True
+    """Whether stock chunked and one-shot prefill agree; None where that depends on rounding."""
     reason: str = ""
-    """Why ``chunk_exact`` is false."""
+    """Why ``chunk_exact`` is not true."""
     int_offset: bool = False
     """Whether ``cache.offset`` must be a Python int: an array of shape [B > 1] raises."""
     batch_gap: str = ""
@@ -727,6 +727,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         ("Layer",) * 4,
         int_offset=True,
+        chunk_exact=None,
+        reason="chooses what to read by scores, which rounding can reorder",
         batch_gap="LayerCache has no merge",
     ),
 }

@@ -80,7 +80,7 @@ def test_a_state_is_never_used_at_another_length(name):
     cold, warm = make_engine(model, prefix_cache=False), make_engine(model)
     base = tokens(17, seed=1)
     run(warm, [base], count=1)
-    snapshots = [node.snapshot.length for node in warm.prefix.index.nodes.values() if node.snapshot]
+    snapshots = [snapshot.length for _, snapshot in warm.prefix.snapshots.items()]
     assert sorted(snapshots) == [16, 17]
     other = base[:12] + tokens(9, seed=2)
     request = run(warm, [other])[0]

@@ -178,8 +178,9 @@ class Machine(RuleBasedStateMachine):
                 open_nodes += node.children.values()
                 path = list(reversed(list(node.path())))
                 tokens = np.frombuffer(b"".join(part.tokens for part in path), np.int32).tolist()
-                if node.snapshot is not None:
-                    assert node.snapshot.states[0][0].item() == number(tokens, salt)
+                snapshot = self.cache.snapshots.get(node.key)
+                if snapshot is not None:
+                    assert snapshot.states[0][0].item() == number(tokens, salt)
                 for pool, block in zip(self.memory.pools, node.blocks, strict=True):
                     if block != FORGOTTEN:
                         stored = np.array(pool.layers[0].k)[0, block * BLOCK :, 0]

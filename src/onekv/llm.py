@@ -18,7 +18,7 @@ from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, load_model
-from .prefix.cache import PrefixStats
+from .prefix.figures import PrefixStats
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

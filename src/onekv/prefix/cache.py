@@ -13,34 +13,19 @@ Recurrent states are stored as snapshots, references to immutable arrays, each w
 
 import heapq
 import weakref
-from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import partial
 
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, OutOfBlocks, Pool
-from ..memory.sequence import Sequence, State
+from ..memory.sequence import Sequence
 from ..memory.table import FORGOTTEN
 from ..units import format_size
-from .index import TOKEN_BYTES, Index, Match, Node, Snapshot, as_bytes, held
+from .figures import EVICTED, NEVER_SEEN, NO_SNAPSHOT, OTHER_SALT, Figures, PrefixStats
+from .index import TOKEN_BYTES, Index, Match, Node, as_bytes, held
 from .restore import Piece, restore_point
-
-# Keys of evicted blocks that are remembered, to tell "evicted" from "never seen".
-REMEMBERED = 65536
-
-
-@dataclass(frozen=True)
-class PrefixStats:
-    """`misses` counts requests by the reason why no more of their prompt was cached."""
-
-    hits: int
-    tokens_reused: int
-    misses: dict[str, int]
-    nodes: int
-    evicted_blocks: int
-    snapshots: int
-    snapshot_bytes: int
+from .snapshots import Snapshot, Snapshots
 
 
 @dataclass
@@ -54,16 +39,14 @@ class Chain:
 
 class PrefixCache:
     def __init__(self, memory: KVMemory, fingerprint: str, snapshot_budget: int) -> None:
-        self._memory, self._snapshot_budget = memory, snapshot_budget
+        self._memory = memory
+        self._recurrent = bool(memory.layout.states)
         self._size = memory.block_size
         self.index = Index(fingerprint, self._size)
         self._chains: dict[Sequence, Chain] = {}
-        self._snapshots: OrderedDict[Node, None] = OrderedDict()
-        self._snapshot_bytes = 0
+        self.snapshots = Snapshots(snapshot_budget)
+        self._figures = Figures()
         self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in memory.pools]
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._hits = self._reused = self._evictions = 0
-        self._misses: Counter[str] = Counter()
         for group, pool in enumerate(memory.pools):
             pool.reclaim = partial(_reclaim, weakref.ref(self), group)
 
@@ -91,7 +74,7 @@ class PrefixCache:
 
     def _restore_point(self, pieces: list[Piece]) -> int:
         rules = [pool.group.rule for pool in self._memory.pools]
-        return restore_point(pieces, rules, bool(self._memory.layout.states))
+        return restore_point(pieces, rules, self._recurrent)
 
     def _open_at(self, path: list[Node], length: int, max_length: int) -> Sequence:
         """A sequence that has `length` tokens stored, which `path` holds."""
@@ -106,7 +89,7 @@ class PrefixCache:
                 self._release(tail)
             raise
         sequence.length = length
-        if self._memory.layout.states and length:
+        if self._recurrent and length:
             self._restore_states(sequence, path[-(-length // self._size) - 1])
         if tail is not None:
             self._continue_block(sequence, tail, length)
@@ -123,14 +106,17 @@ class PrefixCache:
     def _pieces(self, match: Match) -> list[Piece]:
         groups = range(len(self._memory.pools))
         pieces = [
-            Piece(node.start, node.end, tuple(held(node, g) for g in groups), node.snapshot is not None)
+            Piece(node.start, node.end, tuple(held(node, g) for g in groups), self._has_snapshot(node))
             for node in match.nodes
         ]
         if match.tail is not None:
             tail, whole = match.tail, match.length == match.tail.end
             has = tuple(held(tail, g) for g in groups)
-            pieces.append(Piece(tail.start, match.length, has, whole and tail.snapshot is not None))
+            pieces.append(Piece(tail.start, match.length, has, whole and self._has_snapshot(tail)))
         return pieces
+
+    def _has_snapshot(self, node: Node) -> bool:
+        return self.snapshots.get(node.key) is not None
 
     def _prefix(self, path: list[Node], length: int) -> list[list[int]]:
         """Per group, the whole blocks a sequence that continues at `length` refers to."""
@@ -163,18 +149,17 @@ class PrefixCache:
         self._release(tail)
 
     def _restore_states(self, sequence: Sequence, node: Node) -> None:
-        snapshot = node.snapshot
+        snapshot = self.snapshots.get(node.key)
         if snapshot is None or snapshot.length != sequence.length:
             raise IntegrityError(f"no recurrent state is tagged {sequence.length}")
         sequence.states = [list(state) for state in snapshot.states]
-        if node in self._snapshots:
-            self._snapshots.move_to_end(node)
+        self.snapshots.use(node.key)
 
     # What a sequence leaves behind
 
     def stops(self, sequence: Sequence, prompt: int) -> list[int]:
         """Lengths at which prefill should pause for a snapshot: where this prompt's block ends, and the junction."""
-        if not self._memory.layout.states:
+        if not self._recurrent:
             return []
         junction = self._chains[sequence].junction
         last = (prompt - 1) // self._size * self._size
@@ -228,34 +213,20 @@ class PrefixCache:
 
     def snapshot(self, sequence: Sequence) -> None:
         """Store the recurrent states of `sequence`, tagged with its length, if it ends at a published block."""
-        chain = self._chains[sequence]
-        if self._memory.layout.states and chain.node.end == sequence.length:
-            self._store_snapshot(chain.node, self._memory.states_of(sequence), sequence.length)
+        node = self._chains[sequence].node
+        if self._recurrent and node.end == sequence.length:
+            self._store_snapshot(node, sequence)
 
-    def _store_snapshot(self, node: Node, states: list[State], length: int) -> None:
-        if node.snapshot is not None:
-            self._snapshots.move_to_end(node)
-            return
-        size = sum(part.nbytes for state in states for part in state if part is not None)
-        while self._snapshots and self._snapshot_bytes + size > self._snapshot_budget:
-            oldest = next(iter(self._snapshots))
-            self._drop_snapshot(oldest)
-            self._prune(oldest)
-        if size <= self._snapshot_budget:
-            node.snapshot = Snapshot(length, states, size)
-            self._snapshots[node] = None
-            self._snapshot_bytes += size
-
-    def _drop_snapshot(self, node: Node) -> None:
-        if node in self._snapshots:
-            del self._snapshots[node]
-            assert node.snapshot is not None
-            self._snapshot_bytes -= node.snapshot.nbytes
-            node.snapshot = None
+    def _store_snapshot(self, node: Node, sequence: Sequence) -> None:
+        states = self._memory.states_of(sequence)
+        for key in self.snapshots.put(node.key, Snapshot(sequence.length, states)):
+            self._prune(self.index.nodes[key])
 
     def _prune(self, node: Node) -> None:
         """Without attention layers a node is worth no more than the snapshots at and after it."""
-        while not self._memory.pools and node.parent is not None and not node.snapshot and self._removable(node):
+        while not self._memory.pools and node.parent is not None and self._removable(node):
+            if self._has_snapshot(node):
+                return
             parent = node.parent
             self.index.remove(node)
             node = parent
@@ -268,8 +239,8 @@ class PrefixCache:
         node = chain.node
         if stored > node.end:
             node = self._enter_tail(sequence, node, as_bytes(tokens[node.end : stored]))
-        if self._memory.layout.states and node.end == sequence.length and node.parent is not None:
-            self._store_snapshot(node, self._memory.states_of(sequence), sequence.length)
+        if self._recurrent and node.end == sequence.length and node.parent is not None:
+            self._store_snapshot(node, sequence)
         for used in node.path():
             self.index.touch(used)
         self._offer(node)
@@ -318,14 +289,12 @@ class PrefixCache:
         if pool.group.rule.span is not None and not self._removable(node):
             pool.drop(node.blocks[group])
             node.blocks[group] = FORGOTTEN
-            self._evictions += 1
+            self._figures.evicted_blocks += 1
             return True
         if not self._removable(node):
             return False
-        self._evicted[node.key] = None
-        if len(self._evicted) > REMEMBERED:
-            self._evicted.popitem(last=False)
-        self._evictions += 1
+        self._figures.evicted(node.key)
+        self._figures.evicted_blocks += 1
         parent = node.parent
         self._remove(node)
         if parent is not None and not parent.children:
@@ -343,7 +312,7 @@ class PrefixCache:
         return all(not held(node, g) or pool.references[node.blocks[g]] == 0 for g, pool in pools)
 
     def _remove(self, node: Node) -> None:
-        self._drop_snapshot(node)
+        self.snapshots.drop(node.key)
         for pool, block in zip(self._memory.pools, node.blocks, strict=True):
             if block != FORGOTTEN:
                 pool.drop(block)
@@ -404,37 +373,32 @@ class PrefixCache:
 
     def _count(self, match: Match, length: int, tokens: list[int], salt: str) -> None:
         if length:
-            self._hits += 1
-            self._reused += length
-        if length >= len(tokens) - 1:
-            return
-        if length < match.length:
-            has_states = bool(self._memory.layout.states)
-            reason = "no snapshot at that length" if has_states else "evicted"
-        else:
-            reason = self._why_unknown(match, tokens, salt)
-        self._misses[reason] += 1
+            self._figures.hit(length)
+        if length < len(tokens) - 1:
+            self._figures.misses[self._why_not_more(match, length, tokens, salt)] += 1
 
-    def _why_unknown(self, match: Match, tokens: list[int], salt: str) -> str:
-        start = match.nodes[-1].end if match.nodes else 0
-        block = as_bytes(tokens[start : start + self._size])
+    def _why_not_more(self, match: Match, length: int, tokens: list[int], salt: str) -> str:
+        if length < match.length:
+            return NO_SNAPSHOT if self._recurrent else EVICTED
         parent = match.nodes[-1] if match.nodes else match.root
-        if self.index.child_key(parent, block) in self._evicted:
-            return "evicted"
+        block = as_bytes(tokens[parent.end : parent.end + self._size])
+        if self._figures.was_evicted(self.index.child_key(parent, block)):
+            return EVICTED
         others = (root for name, root in self.index.roots.items() if name != salt)
         if not match.nodes and any(self.index.child_key(root, block) in self.index.nodes for root in others):
-            return "other salt"
-        return "never seen"
+            return OTHER_SALT
+        return NEVER_SEEN
 
     def stats(self) -> PrefixStats:
+        figures = self._figures
         return PrefixStats(
-            self._hits,
-            self._reused,
-            dict(self._misses),
-            len(self.index.nodes),
-            self._evictions,
-            len(self._snapshots),
-            self._snapshot_bytes,
+            hits=figures.hits,
+            tokens_reused=figures.reused,
+            misses=dict(figures.misses),
+            nodes=len(self.index.nodes),
+            evicted_blocks=figures.evicted_blocks,
+            snapshots=len(self.snapshots),
+            snapshot_bytes=self.snapshots.nbytes,
         )
 
     def cached_blocks(self, group: int) -> list[int]:
@@ -448,11 +412,13 @@ class PrefixCache:
             for group, pool in enumerate(self._memory.pools):
                 if pool.group.rule.span is None and not held(node, group):
                     raise IntegrityError(f"the node of tokens {node.start} to {node.end} lost its block")
-            if node.snapshot is not None and node.snapshot.length != node.end:
-                raise IntegrityError(f"a state of {node.snapshot.length} tokens is kept under {node.end}")
-        total = sum(node.snapshot.nbytes for node in self._snapshots if node.snapshot is not None)
-        if total != self._snapshot_bytes or total > self._snapshot_budget:
-            raise IntegrityError(f"{self._snapshot_bytes} bytes of snapshots are counted, {total} are held")
+        for key, snapshot in self.snapshots.items():
+            node = self.index.nodes[key]
+            if snapshot.length != node.end:
+                raise IntegrityError(f"a state of {snapshot.length} tokens is kept under {node.end}")
+        total = sum(snapshot.nbytes for _, snapshot in self.snapshots.items())
+        if total != self.snapshots.nbytes or total > self.snapshots.budget:
+            raise IntegrityError(f"{self.snapshots.nbytes} bytes of snapshots are counted, {total} are held")
 
 
 def _reclaim(cache: "weakref.ref[PrefixCache]", group: int, count: int) -> None:

@@ -13,31 +13,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.sequence import State
 from ..memory.table import FORGOTTEN
 
 TOKEN_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The recurrent states after exactly `length` tokens."""
-
-    length: int
-    states: list[State]
-    nbytes: int
-
-
 class Node:
     """One block of tokens, [start, end); `blocks[g]` is where group g keeps it, FORGOTTEN if it does not."""
 
-    __slots__ = ("blocks", "children", "key", "last_used", "parent", "pins", "snapshot", "start", "tokens")
+    __slots__ = ("blocks", "children", "key", "last_used", "parent", "pins", "start", "tokens")
 
     def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, blocks: list[int]) -> None:
         self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
         self.start: int = parent.end if parent is not None else 0
         self.children: dict[bytes, Node] = {}
-        self.snapshot: Snapshot | None = None
         self.last_used = 0
         self.pins = 0
 

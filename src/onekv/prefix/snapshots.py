@@ -1,0 +1,61 @@
+"""Recurrent states kept in the index: references to immutable arrays, within a budget, the oldest dropped first."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from ..memory.sequence import State
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The recurrent states after exactly `length` tokens."""
+
+    length: int
+    states: list[State]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for state in self.states for part in state if part is not None)
+
+
+class Snapshots:
+    """Owns every snapshot; a key is whatever the snapshot belongs to, and has one at most."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: bytes) -> Snapshot | None:
+        return self._kept.get(key)
+
+    def use(self, key: bytes) -> None:
+        """It counts as used now."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+
+    def put(self, key: bytes, snapshot: Snapshot) -> list[bytes]:
+        """Keep a snapshot, unless it is there or larger than the budget; returns the keys whose snapshots made room."""
+        size = snapshot.nbytes
+        if key in self._kept or size > self.budget:
+            self.use(key)
+            return []
+        gone = []
+        while self.nbytes + size > self.budget:
+            oldest = next(iter(self._kept))
+            self.drop(oldest)
+            gone.append(oldest)
+        self._kept[key] = snapshot
+        self.nbytes += size
+        return gone
+
+    def drop(self, key: bytes) -> None:
+        snapshot = self._kept.pop(key, None)
+        if snapshot is not None:
+            self.nbytes -= snapshot.nbytes
+
+    def items(self) -> list[tuple[bytes, Snapshot]]:
+        return list(self._kept.items())
