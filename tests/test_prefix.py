@@ -1,5 +1,7 @@
 """The prefix cache: what is shared, moved, copied, evicted and counted."""
 
+import contextlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -110,11 +112,12 @@ def test_eight_requests_hold_one_prefix():
     most = 0
     while not engine.idle:
         engine.step()
-        most = max(most, int((engine.memory.pools[0].references > 0).sum()))
+        most = max(most, engine.memory.pools[0].held)
     assert [r.tokens for r in requests] == cold
     assert [r.cached_tokens for r in requests] == [0] + [800] * 7
     # 50 blocks of prefix, and at most two of its own for each.
     assert most <= 800 // BLOCK + 8 * 2
+    assert engine.memory.pools[0].peak_held >= most
     engine.check_integrity()
 
 
@@ -196,6 +199,75 @@ def test_a_cancelled_request_leaves_what_it_computed():
     second = run(engine, [prompt])[0]
     assert second.cached_tokens == 0 or second.cached_tokens % BLOCK == 0
     assert second.tokens == run(make_engine(model, prefix_cache=False), [prompt], count=6)[0].tokens
+
+
+def test_a_prefix_is_computed_once_and_taken_over_when_its_request_is_cancelled():
+    model = build("llama")
+    engine = make_engine(model)
+    prefix = tokens(200, 1)
+    first, second = Request([*prefix, 1], 4), Request([*prefix, 2, 3], 4)
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    engine.step()
+    # Two chunks of 48 tokens: six blocks of 16 are there, and the second request has waited for them.
+    assert second.sequence is None
+    engine.cancel([first])
+    while not engine.idle:
+        engine.step()
+    assert second.cached_tokens == 96
+    assert second.tokens == run(make_engine(model, prefix_cache=False), [second.prompt], count=4)[0].tokens
+    engine.check_integrity()
+
+
+def test_a_branch_that_joins_a_running_batch_does_not_move_the_pool():
+    """One block is copied for it while the others' step is still in the air."""
+    engine = make_engine(build("llama"))
+    base = tokens(60, 1)
+    run(engine, [base])
+    buffers = [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers]
+    other = Request(tokens(30, 2), 20)
+    engine.submit(other)
+    for _ in range(5):
+        engine.step()
+    branch = Request([*base[:40], *tokens(9, 3)], 4)
+    engine.submit(branch)
+    while not engine.idle:
+        engine.step()
+    assert branch.cached_tokens == 40
+    assert [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers] == buffers
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "llama"])
+def test_an_interrupted_step_is_made_again(name, monkeypatch):
+    """Some layers have their new state, others not: neither the running sequences nor the cache may keep that."""
+    model = build(name)
+    prompts = [tokens(30, 1), tokens(45, 2)]
+    expected = [r.tokens for r in run(make_engine(model, prefix_cache=False), prompts, count=12)]
+    engine = make_engine(model)
+    requests = [Request(prompt, 12) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    layer = engine.memory._layers[-1]
+    update = layer.update_and_fetch
+
+    interruptions = []
+
+    def interrupted(keys, values):
+        interruptions.append(1)
+        raise KeyboardInterrupt
+
+    for step in range(200):
+        if engine.idle:
+            break
+        monkeypatch.setattr(layer, "update_and_fetch", interrupted if step % 3 == 1 else update)
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.step()
+        engine.check_integrity()
+    monkeypatch.setattr(layer, "update_and_fetch", update)
+    assert len(interruptions) > 3
+    assert [request.tokens for request in requests] == expected
+    assert [r.tokens for r in run(engine, prompts, count=12)] == expected
 
 
 def test_clear_forgets_everything():

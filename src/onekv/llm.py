@@ -48,6 +48,7 @@ class PoolStats:
     block_bytes: int
     blocks: int
     held: int
+    peak_held: int
     idle: int
     pinned: int
     free: int
@@ -248,7 +249,8 @@ class LLM:
                 layers=len(pool.group.layers),
                 block_bytes=pool.block_bytes,
                 blocks=pool.blocks,
-                held=int((pool.references > 0).sum()),
+                held=pool.held,
+                peak_held=pool.peak_held,
                 idle=pool.idle,
                 pinned=int((pool.pinned & (pool.references == 0)).sum()),
                 free=pool.free,

@@ -61,12 +61,20 @@ class KVMemory:
 
     @contextmanager
     def step(self, sequences: list[Sequence], count: int) -> Iterator[list[Any]]:
-        """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each."""
+        """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
+
+        If that is interrupted, the sequences are as they were and the step can be made again.
+        """
         step = Step(sequences, count, self._previous)
         self._load_states(sequences)
         self._holder.step = step
+        before = [list(layer.cache) for layer in self._state_layers]
         try:
             yield self.caches
+        except BaseException:
+            for state_layer, state in zip(self._state_layers, before, strict=True):
+                state_layer.cache = state
+            raise
         finally:
             self._holder.step = None
             for layer in self._layers:

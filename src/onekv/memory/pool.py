@@ -60,6 +60,12 @@ class Pool:
             mx.eval(arrays.k, arrays.v)
         self._free = blocks
         self._idle = 0
+        # The most blocks that were held at once.
+        self.peak_held = 0
+
+    @property
+    def held(self) -> int:
+        return int((self.references > 0).sum())
 
     @property
     def free(self) -> int:
@@ -123,6 +129,7 @@ class Pool:
             after = taken[-1]
         self.references[taken] = 1
         self._free -= count
+        self.peak_held = max(self.peak_held, self.held)
         return taken
 
     def _place(self, used: np.ndarray[Any, Any], room: int) -> int:
@@ -144,6 +151,7 @@ class Pool:
             raise IntegrityError("a free block was shared")
         self._idle -= self._count_idle(blocks)
         self.references[blocks] += 1
+        self.peak_held = max(self.peak_held, self.held)
 
     def release(self, blocks: list[int]) -> None:
         """One reference less to each of `blocks`; those that nobody refers to any more are free or idle."""
@@ -181,6 +189,8 @@ class Pool:
 
     def copy(self, source: int, target: int) -> None:
         """The keys and values of one block into another, in every layer."""
+        # A step that still reads the pool would make MLX copy all of it for the writes below.
+        mx.synchronize()
         filled = [arrays for arrays in self.layers if arrays.k.size]
         # Gathered, because a slice would share the buffer that is then written; and computed before it is.
         keys = [self._gather(arrays.k, source) for arrays in filled]
