@@ -16,9 +16,8 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed  ## fetch the default model and hold a three-turn conversation
 	$(BIN)/onekv demo
 
-# Two processes: most tests are small and wait for one core; each holds at most a few GB.
 test: $(VENV)/installed  ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed  ## style and types
 	$(BIN)/ruff check .
