@@ -8,7 +8,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .attention import paged_decode, run_decode
-from .cuda import cuda_decode, supported
 from .hook import Attends, Mask, stock_attention
 from .pairs import Grid
 from .pool import LayerArrays
@@ -37,7 +36,6 @@ class PagedLayer(Attends):
         # Whether the last decode step attended over the pool.
         self.attended = False
         self._gpu = mx.default_device() == mx.gpu
-        self._cuda = supported(arrays)
         # On CPU, gather_mm takes float32 alone.
         self._paged = self._gpu or arrays.k.dtype == mx.float32
 
@@ -121,8 +119,6 @@ class PagedLayer(Attends):
             if self._gpu and (start == 0 or mx.metal.is_available()):
                 return stock_attention(queries, k[None], v[None], None, scale=scale, mask=None)
             return run_decode(queries, k, v, scale)
-        if self._cuda and isinstance(step.pairs, Grid):
-            return cuda_decode(queries, arrays, step.pairs, step.bias(mask, mx.float32), scale, sinks)
         bias = step.bias(mask, arrays.k.dtype if isinstance(step.pairs, Grid) else mx.float32)
         return paged_decode(queries, arrays, step.pairs, bias, scale, sinks)
 

@@ -1,10 +1,9 @@
 """All (row, block) pairs of a decode step, as index arrays for the attention over the pool.
 
 They stay valid as long as the tables hold the same blocks. As a `Grid`, [rows, blocks of the longest row], where little
-of that is padding (or where the CUDA kernels, which skip padding, read it); else as a `PairList`, [pairs].
+of that is padding; else as a `PairList`, [pairs].
 """
 
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -22,13 +21,11 @@ Integers = np.ndarray[Any, Any]
 class Grid:
     """`ids[row, i]` is the row's i-th block and `base` the position of its first slot; padding is NOWHERE."""
 
-    def __init__(self, tables: list[Table], ids: Integers, base: Integers, counts: Integers) -> None:
+    def __init__(self, tables: list[Table], ids: Integers, base: Integers) -> None:
         self.key = _key(tables)
-        self._blocks, self._block_size = tables[0].pool.blocks, tables[0].pool.block_size
-        self._ids, self._counts = ids, counts
+        self._blocks, self._ids = tables[0].pool.blocks, ids
         self.base = mx.array(base)
         self._matrices: dict[int, Matrices] = {}
-        self._splits: dict[int, tuple[mx.array, int]] = {}
 
     def spread(self, per_row: mx.array) -> mx.array:
         """One value per row, broadcastable to `base`."""
@@ -48,25 +45,6 @@ class Grid:
             pair = np.arange(block.size, dtype=np.uint32).reshape(block.shape)
             self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
-
-    # For the CUDA kernels
-
-    @cached_property
-    def ids(self) -> mx.array:
-        return mx.array(self._ids)
-
-    @cached_property
-    def counts(self) -> mx.array:
-        return mx.array(self._counts.astype(np.int32))
-
-    def splits(self, across: int, wanted: int) -> tuple[mx.array, int]:
-        """How rows are split, [slots, n, blocks per split, splits], so that `across` of them make `wanted` pieces."""
-        if across not in self._splits:
-            n = self._ids.shape[1]
-            per = -(-n // max(1, min(n, wanted // across)))
-            sizes = [self._blocks * self._block_size, n, per, -(-n // per)]
-            self._splits[across] = (mx.array(sizes, mx.int32), sizes[-1])
-        return self._splits[across]
 
 
 class PairList:
@@ -119,8 +97,9 @@ def make_pairs(tables: list[Table], previous: Pairs | None) -> Pairs:
     base = np.full(padding.shape, NOWHERE, np.int32)
     ids[~padding] = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
     base[~padding] = [i * tables[0].pool.block_size for indices in live for i in indices]
-    dense = padding.sum() * 4 <= counts.sum() or mx.cuda.is_available()
-    return Grid(tables, ids, base, counts) if dense else PairList(tables, ids, base, counts)
+    if padding.sum() * 4 <= counts.sum():
+        return Grid(tables, ids, base)
+    return PairList(tables, ids, base, counts)
 
 
 def _key(tables: list[Table]) -> list[tuple[Table, int]]:
