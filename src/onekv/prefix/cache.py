@@ -220,7 +220,9 @@ class PrefixCache:
     def _store_snapshot(self, node: Node, sequence: Sequence) -> None:
         states = self._memory.states_of(sequence)
         for key in self.snapshots.put(node.key, Snapshot(sequence.length, states)):
-            self._prune(self.index.nodes[key])
+            # Pruning one may have taken others before it along.
+            if key in self.index.nodes:
+                self._prune(self.index.nodes[key])
 
     def _prune(self, node: Node) -> None:
         """Without attention layers a node is worth no more than the snapshots at and after it."""
@@ -286,19 +288,19 @@ class PrefixCache:
                 rebuilt = False
 
     def _evict(self, group: int, pool: Pool, node: Node) -> bool:
-        if pool.group.rule.span is not None and not self._removable(node):
+        """Drop a leaf whole; of a node that must stay, a window's block alone. False if neither is possible."""
+        parent = node.parent
+        if self._removable(node):
+            self._figures.evicted(node.key)
+            self._remove(node)
+            if parent is not None and not parent.children:
+                self._offer(parent)
+        elif pool.group.rule.span is not None:
             pool.drop(node.blocks[group])
             node.blocks[group] = FORGOTTEN
-            self._figures.evicted_blocks += 1
-            return True
-        if not self._removable(node):
+        else:
             return False
-        self._figures.evicted(node.key)
         self._figures.evicted_blocks += 1
-        parent = node.parent
-        self._remove(node)
-        if parent is not None and not parent.children:
-            self._offer(parent)
         return True
 
     def _idle(self, pool: Pool, block: int) -> bool:
