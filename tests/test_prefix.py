@@ -301,8 +301,8 @@ def test_a_hit_allocates_no_kv():
     active = mx.get_active_memory()
     sequence = engine.prefix.open([*prompt, *tokens(9, 2)], 1100)
     assert sequence.length >= 1000
-    indices = 4096
-    assert mx.get_peak_memory() - active < engine.memory.pools[0].block_bytes + indices
+    # A block and the small arrays of indices; the pool is 60 times that.
+    assert mx.get_peak_memory() - active < 2 * engine.memory.pools[0].block_bytes
     engine.prefix.finish(sequence, prompt)
     engine.memory.close(sequence)
     assert [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers] == buffers
