@@ -40,6 +40,9 @@ class Settings:
     prefill_chunk: int | None = _setting(
         None, "TOKENS", "tokens of a prompt in one step; default 512 on CPU, 2048 on GPU", int
     )
+    decode_steps: int = _setting(
+        1, "N", "tokens that running sequences get between two chunks of a waiting prompt; default 1", int
+    )
     max_kv_size: int | None = _setting(
         None,
         "TOKENS",
@@ -55,7 +58,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_batch", "prefill_chunk", "max_kv_size"):
+        for name in ("block_size", "max_batch", "prefill_chunk", "decode_steps", "max_kv_size"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise SettingError(f"{flag(name)} is {value!r}; it must be a whole number of at least 1")

@@ -35,3 +35,19 @@ class MemoryBudgetError(OneKVError):
 
 class PromptError(OneKVError):
     """The prompt is empty, too long, or has tokens the model does not know."""
+
+
+class TooLongError(MemoryBudgetError):
+    """A request is longer than the model's context or the whole KV pool."""
+
+
+class OverloadedError(OneKVError):
+    """Too many requests wait, or one has waited too long; try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestFailedError(OneKVError):
+    """One request could not be finished: bad logits, a tokenizer or a model that raised."""

@@ -152,23 +152,21 @@ class LLM:
             loaded = load_model(model, dtype=self.settings.dtype, progress=progress)
             self.name, self.model = loaded.name, loaded.model
             self.tokenizer = tokenizer or loaded.tokenizer
-            context = loaded.config.get("max_position_embeddings")
+            self.context: int | None = loaded.config.get("max_position_embeddings")
         else:
             if tokenizer is None:
                 raise SettingError("an mlx-lm model was given without its tokenizer; pass tokenizer=...")
-            self.name, self.model, self.tokenizer, context = (
-                type(model).__module__,
-                model,
-                tokenizer,
-                None,
-            )
-        self.plan: Plan = make_plan(self.model, self.settings, context)
+            self.name, self.model, self.tokenizer = type(model).__module__, model, tokenizer
+            self.context = None
+        self.plan: Plan = make_plan(self.model, self.settings, self.context)
         self.plan.check()
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
         self.stop_tokens: set[int] = set(self.tokenizer.eos_token_ids)
-        self._engine: Engine | None = Engine(self.model, self.plan, self.stop_tokens, self.settings.prefix_cache)
+        self._engine: Engine | None = Engine(
+            self.model, self.plan, self.stop_tokens, self.settings.prefix_cache, self.settings.decode_steps
+        )
 
     @property
     def engine(self) -> Engine:

@@ -1,6 +1,21 @@
 """Runs requests on a model: prefill in chunks, decode in a batch. One thread drives an engine at a time."""
 
 from .engine import Engine
-from .request import Request, Sampling, Timings
+from .output import Piece, TextOutput
+from .request import Constraint, Logprob, Request, Sampling, Timings
+from .thread import End, EngineThread, Event, Job
 
-__all__ = ["Engine", "Request", "Sampling", "Timings"]
+__all__ = [
+    "Constraint",
+    "End",
+    "Engine",
+    "EngineThread",
+    "Event",
+    "Job",
+    "Logprob",
+    "Piece",
+    "Request",
+    "Sampling",
+    "TextOutput",
+    "Timings",
+]

@@ -1,8 +1,10 @@
 """Requests in, tokens out, one step at a time.
 
-Each `step` stores one chunk of the oldest prompt that is not stored yet, then decodes one token of every running
-request. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so logits are
-only ever computed for tokens that are sampled from.
+Each `step` stores at most one chunk of the oldest prompt that is not stored yet, then decodes one token of every
+running request: decoding never waits for more than one chunk, and a prompt gets a chunk after every `decode_steps`
+tokens. Requests are admitted first come, first served, when their worst case (prompt and max_tokens, less what is
+cached) fits; none overtakes another. All tokens of a prompt but the last are prefilled; the last one is the first input
+of decoding, so logits are only ever computed for tokens that are sampled from.
 
 Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
 step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from ..errors import MemoryBudgetError, PromptError
+from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedError, TooLongError
 from ..memory.kv import KVMemory
 from ..memory.plan import Plan, chunk_tokens
 from ..memory.pool import OutOfBlocks
@@ -25,7 +27,7 @@ from ..memory.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..units import format_size
 from .request import FinishReason, Request
-from .sampling import sample
+from .sampling import Drawn, sample
 from .selftest import set_direct, why_one_by_one
 
 
@@ -34,11 +36,13 @@ class Flight:
     """A decode step that was started: a token for each request, not read yet."""
 
     requests: list[Request]
-    tokens: mx.array
+    drawn: Drawn
 
 
 class Engine:
-    def __init__(self, model: Module, plan: Plan, stop_tokens: set[int], prefix_cache: bool = True) -> None:
+    def __init__(
+        self, model: Module, plan: Plan, stop_tokens: set[int], prefix_cache: bool = True, decode_steps: int = 1
+    ) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`."""
         self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
         self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
@@ -48,6 +52,11 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.prefilling: Request | None = None
         self.running: list[Request] = []
+        self.decode_steps = decode_steps
+        # Tokens decoded since the last chunk of a prompt.
+        self._since_chunk = 0
+        # The requests that what is done now is for: if it raises, they are the ones that fail.
+        self.working: list[Request] = []
         self._flight: Flight | None = None
         set_direct(model, self.memory)
         # Why rows are decoded one by one, if they are.
@@ -74,7 +83,7 @@ class Engine:
         for pool in self.memory.pools:
             needed = blocks_needed(pool.group.rule, pool.block_size, request.max_length, self.plan.prefill_chunk)
             if needed > pool.blocks:
-                raise MemoryBudgetError(
+                raise TooLongError(
                     f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
                     f"{request.max_length} tokens to keep, but the KV pool holds {self.plan.longest}; shorten the "
                     f"prompt, lower max_tokens, or raise --kv-memory (now {format_size(self.plan.budget)})"
@@ -83,19 +92,35 @@ class Engine:
     def step(self) -> list[Request]:
         """Do a bounded piece of work; returns the requests that got a token or ended in it."""
         changed: list[Request] = []
-        self._admit()
-        if self.prefilling is not None:
+        changed += self._admit()
+        if self.prefilling is not None and (not self.running or self._since_chunk >= self.decode_steps):
+            self.working = list(self.running)
             changed += self._land()
+            self.working = [self.prefilling]
             self._prefill(self.prefilling)
+            self._since_chunk = 0
         if self.running:
+            self.working = list(self.running)
             changed += self._decode()
+            self._since_chunk += 1
         return changed
+
+    def end(self, request: Request, reason: FinishReason, error: OneKVError | None = None) -> None:
+        """End one request now, for `reason`; all it holds is released."""
+        if not request.finished:
+            request.error = error
+            self._finish(request, reason)
+            self._settle()
 
     def cancel(self, requests: list[Request]) -> None:
         """End those of `requests` that have not ended, and release all they hold."""
         for request in requests:
             if not request.finished:
                 self._finish(request, "cancelled")
+        self._settle()
+
+    def _settle(self) -> None:
+        """After requests were ended from outside."""
         if self._flight is not None and self._flight.requests != self.running:
             self._flight = None
         # What was built and not computed would keep its inputs alive.
@@ -109,10 +134,10 @@ class Engine:
 
     # Prefill
 
-    def _admit(self) -> None:
-        """Start to prefill the oldest waiting request, if its worst case fits now."""
+    def _admit(self) -> list[Request]:
+        """Start to prefill the oldest waiting request, if its worst case fits now; returns it if it is refused."""
         if self.prefilling is not None or not self.waiting or len(self.running) >= self.plan.max_batch:
-            return
+            return []
         request = self.waiting[0]
         try:
             if self.prefix is not None:
@@ -124,10 +149,12 @@ class Engine:
             if not self.running and self.prefix is not None:
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
-            return
+                return [request]
+            return []
         self.prefilling = self.waiting.popleft()
         request.cached_tokens = request.sequence.length
         request.started = time.perf_counter()
+        return []
 
     def _prefill(self, request: Request) -> None:
         sequence = request.sequence
@@ -166,18 +193,18 @@ class Engine:
     def _continues(self, flight: Flight) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
         full = any(len(request.tokens) + 1 >= request.max_tokens for request in flight.requests)
-        return flight.requests == self.running and not full
+        return flight.requests == self.running and not full and not any(r.looks_back for r in self.running)
 
     def _start(self, flight: Flight | None) -> Flight:
         requests = list(self.running)
         ahead = 0 if flight is None else 1
-        inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.tokens
+        inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.drawn.tokens
         logits = self._forward(requests, inputs)
-        tokens = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
+        drawn = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
         if flight is not None:
-            mx.eval(flight.tokens)
-        mx.async_eval(tokens, self.memory.arrays())
-        return Flight(requests, tokens)
+            mx.eval(flight.drawn.arrays())
+        mx.async_eval(drawn.arrays(), self.memory.arrays())
+        return Flight(requests, drawn)
 
     def _forward(self, requests: list[Request], inputs: mx.array) -> mx.array:
         """Logits [rows, vocabulary] after one more token of each request."""
@@ -199,17 +226,26 @@ class Engine:
         return self._read(flight) if flight is not None else []
 
     def _read(self, flight: Flight) -> list[Request]:
-        tokens: list[int] = flight.tokens.tolist()  # type: ignore[assignment]
+        tokens: list[int] = flight.drawn.tokens.tolist()  # type: ignore[assignment]
+        sound: list[bool] = flight.drawn.sound.tolist()  # type: ignore[assignment]
         now = time.perf_counter()
         changed: list[Request] = []
-        for request, token in zip(flight.requests, tokens, strict=True):
+        for row, (request, token) in enumerate(zip(flight.requests, tokens, strict=True)):
             # A request that ended while this step was in the air has one token too many.
             if request.finished:
+                continue
+            changed.append(request)
+            if not sound[row]:
+                request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
+                self._finish(request, "error")
                 continue
             if not request.tokens:
                 request.first = now
             request.tokens.append(token)
-            changed.append(request)
+            if request.top_logprobs is not None:
+                request.logprobs.append(flight.drawn.logprobs(row, request.top_logprobs))
+            if not self._follow(request, token):
+                continue
             if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
                 self.prefix.publish(request.sequence, request.all_tokens)
             if token in self.stop_tokens:
@@ -217,6 +253,18 @@ class Engine:
             elif len(request.tokens) >= request.max_tokens:
                 self._finish(request, "length")
         return changed
+
+    def _follow(self, request: Request, token: int) -> bool:
+        """Tell the request's constraint of its new token; False if that ended the request."""
+        if request.constraint is None:
+            return True
+        try:
+            request.constraint.advance(token)
+        except OneKVError as error:
+            request.error = error
+            self._finish(request, "error")
+            return False
+        return True
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -227,13 +275,21 @@ class Engine:
             self.running.remove(request)
         if request is self.prefilling:
             self.prefilling = None
-        if request.sequence is not None:
-            if self.prefix is not None:
-                self.prefix.finish(request.sequence, request.all_tokens)
-                if request.pin:
-                    self._pin(request)
-            self.memory.close(request.sequence)
-            request.sequence = None
+        sequence, request.sequence = request.sequence, None
+        if sequence is None:
+            return
+        if self.prefix is None:
+            self.memory.close(sequence)
+        elif reason == "error":
+            # What it computed may be what is wrong.
+            node = self.prefix.abandon(sequence)
+            self.memory.close(sequence)
+            self.prefix.discard(node)
+        else:
+            self.prefix.finish(sequence, request.all_tokens)
+            if request.pin:
+                self._pin(request)
+            self.memory.close(sequence)
 
     def _pin(self, request: Request) -> None:
         assert self.prefix is not None

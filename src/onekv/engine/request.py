@@ -6,10 +6,13 @@
 While it prefills or runs it owns an open `Sequence`; the engine closes it when the request finishes.
 """
 
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from ..errors import OneKVError, SettingError
 from ..memory.sequence import Sequence
@@ -26,6 +29,18 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    # Above 1: tokens of the prompt and the answer become less likely.
+    repetition_penalty: float = 1.0
+    # Taken off the logits of tokens of the answer: once, and for every time they occur.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    # (token id, added to its logit) pairs.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the choice depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -36,6 +51,29 @@ class Sampling:
             raise SettingError(f"min_p is {self.min_p}; it must be from 0 to 1")
         if self.top_k < 0:
             raise SettingError(f"top_k is {self.top_k}; it must be at least 0 (0: no limit)")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise SettingError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1: none)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise SettingError(f"{name} is {getattr(self, name)}; it must be a number")
+
+
+class Constraint(Protocol):
+    """Which tokens may come next. Belongs to one request; called by the engine only, in turn."""
+
+    def allowed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """One flag per token of the vocabulary; at least one is set."""
+
+    def advance(self, token: int) -> None:
+        """`token` was chosen. Raises OneKVError if it cannot be followed."""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural logarithm of a chosen token's probability, and the likeliest tokens with theirs, likeliest first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -56,12 +94,17 @@ class Request:
     salt: str = ""
     # Keep the prompt's blocks cached until they are unpinned.
     pin: bool = False
+    # How many of the likeliest tokens to report with each token; None: no log probabilities at all.
+    top_logprobs: int | None = None
+    constraint: Constraint | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: OneKVError | None = None
 
     def __post_init__(self) -> None:
         self.sequence: Sequence | None = None
+        # One for each of `tokens`, if they were asked for.
+        self.logprobs: list[Logprob] = []
         self.cached_tokens = 0
         seed = self.sampling.seed
         self.seed = secrets.randbits(32) if seed is None else seed
@@ -80,6 +123,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a token can only be chosen when the one before it is known."""
+        return self.constraint is not None or self.sampling.looks_back
 
     @property
     def next_input(self) -> int:

@@ -1,30 +1,106 @@
 """Choosing tokens for all rows of a batch.
 
 Every request draws from its own stream of random numbers (its seed and the number of the token), so what it gets does
-not depend on the requests beside it.
+not depend on the requests beside it. Log probabilities that are reported are the model's own, before any rule.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from .request import Request, Sampling
+from .request import Logprob, Request, Sampling
 
 
-def sample(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.array:
+@dataclass
+class Drawn:
+    """Lazy: a token per row, whether the row's logits are numbers at all, and log probabilities if any row wants them.
+
+    `top` has the ids [rows, n] and log probabilities of the likeliest tokens, likeliest first.
+    """
+
+    tokens: mx.array
+    sound: mx.array
+    chosen: mx.array | None = None
+    top: tuple[mx.array, mx.array] | None = None
+
+    def arrays(self) -> list[mx.array]:
+        optional = [self.chosen, *(self.top or ())]
+        return [self.tokens, self.sound, *[array for array in optional if array is not None]]
+
+    def logprobs(self, row: int, wanted: int) -> Logprob:
+        assert self.chosen is not None
+        top: list[tuple[int, float]] = []
+        if self.top is not None and wanted:
+            ids, values = (array[row, :wanted].tolist() for array in self.top)
+            top = list(zip(ids, values, strict=True))  # type: ignore[arg-type]
+        return Logprob(self.chosen[row].item(), top)  # type: ignore[arg-type]
+
+
+def sample(logits: mx.array, requests: list[Request], drawn: list[int]) -> Drawn:
     """One token per row of `logits` [rows, vocabulary]; for request i `drawn[i]` tokens were chosen before."""
+    # A NaN anywhere makes the largest NaN.
+    sound = mx.isfinite(logits.max(axis=-1))
+    adjusted = _adjust(logits, requests)
     rows_by_rule: dict[Sampling, list[int]] = {}
     for row, request in enumerate(requests):
-        rows_by_rule.setdefault(replace(request.sampling, seed=None), []).append(row)
+        rows_by_rule.setdefault(_rule(request.sampling), []).append(row)
     parts, order = [], []
     for rule, rows in rows_by_rule.items():
-        some = logits if len(rows) == len(requests) else logits[mx.array(rows)]
+        some = adjusted if len(rows) == len(requests) else adjusted[mx.array(rows)]
         parts.append(_choose(some, rule, [(requests[row].seed, drawn[row]) for row in rows]))
         order += rows
     tokens = mx.concatenate(parts)
-    return tokens if len(parts) == 1 else tokens[mx.array(np.argsort(order))]
+    if len(parts) > 1:
+        tokens = tokens[mx.array(np.argsort(order))]
+    result = Drawn(tokens, sound)
+    wanted = [request.top_logprobs for request in requests if request.top_logprobs is not None]
+    if wanted:
+        _report(result, logits, max(wanted))
+    return result
+
+
+def _rule(sampling: Sampling) -> Sampling:
+    """What rows must have in common to be drawn together."""
+    return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+
+
+def _report(result: Drawn, logits: mx.array, top: int) -> None:
+    logits = logits.astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    result.chosen = mx.take_along_axis(logprobs, result.tokens[:, None], axis=-1)[:, 0]
+    if top:
+        ids = mx.argpartition(-logprobs, kth=min(top, logits.shape[-1] - 1), axis=-1)[:, :top]
+        values = mx.take_along_axis(logprobs, ids, axis=-1)
+        order = mx.argsort(-values, axis=-1)
+        result.top = (mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1))
+
+
+def _adjust(logits: mx.array, requests: list[Request]) -> mx.array:
+    """Logits after penalties, biases and constraints; rows without any are as they were."""
+    touched = [r for r in requests if r.looks_back or r.sampling.logit_bias]
+    if not touched:
+        return logits
+    vocabulary = logits.shape[-1]
+    added = np.zeros((len(requests), vocabulary), np.float32)
+    factor = np.ones((len(requests), vocabulary), np.float32)
+    for row, request in enumerate(requests):
+        rule = request.sampling
+        if rule.looks_back and request.tokens:
+            seen, counts = np.unique(np.array(request.tokens), return_counts=True)
+            added[row, seen] -= rule.presence_penalty + rule.frequency_penalty * counts
+        if rule.repetition_penalty != 1:
+            factor[row, list(set(request.all_tokens))] = rule.repetition_penalty
+        for token, bias in rule.logit_bias:
+            added[row, token] += bias
+        if request.constraint is not None:
+            allowed = request.constraint.allowed()
+            added[row, : len(allowed)][~allowed] = -np.inf
+            added[row, len(allowed) :] = -np.inf
+    scale = mx.array(factor)
+    logits = logits.astype(mx.float32)
+    return mx.where(logits > 0, logits / scale, logits * scale) + mx.array(added)
 
 
 def _choose(logits: mx.array, rule: Sampling, keys: list[tuple[int, int]]) -> mx.array:

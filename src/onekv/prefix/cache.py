@@ -155,6 +155,13 @@ class PrefixCache:
         sequence.states = [list(state) for state in snapshot.states]
         self.snapshots.use(node.key)
 
+    def probe(self, tokens: list[int], salt: str = "") -> tuple[int, str | None]:
+        """How many of `tokens` a request would find cached now, and why not more; changes nothing."""
+        match = self.index.match(as_bytes(tokens), salt, len(tokens) - 1, touch=False)
+        length = self._restore_point(self._pieces(match))
+        why = self._why_not_more(match, length, tokens, salt) if length < len(tokens) - 1 else None
+        return length, why
+
     # What a sequence leaves behind
 
     def stops(self, sequence: Sequence, prompt: int) -> list[int]:
@@ -247,6 +254,18 @@ class PrefixCache:
             self.index.touch(used)
         self._offer(node)
         self._prune(node)
+
+    def abandon(self, sequence: Sequence) -> Node:
+        """The sequence failed: nothing more of it is kept. Close it, then `discard` the node this gives."""
+        return self._chains.pop(sequence).node
+
+    def discard(self, node: Node) -> None:
+        """Forget `node` and those before it that nobody else uses or continues."""
+        while node.parent is not None and self._removable(node):
+            parent = node.parent
+            self._remove(node)
+            node = parent
+        self._offer(node)
 
     def _enter_tail(self, sequence: Sequence, parent: Node, tokens: bytes) -> Node:
         """A partial block as a leaf, unless a sibling has all of it; a sibling it extends is dropped."""

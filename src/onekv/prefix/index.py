@@ -70,8 +70,8 @@ class Index:
             self.roots[salt] = Node(None, digest, b"", [])
         return self.roots[salt]
 
-    def match(self, tokens: bytes, salt: str, limit: int) -> Match:
-        """What is known of the first `limit` tokens; the nodes found count as used now."""
+    def match(self, tokens: bytes, salt: str, limit: int, touch: bool = True) -> Match:
+        """What is known of the first `limit` tokens; with `touch` the nodes found count as used now."""
         root = node = self.root(salt)
         size, end = self._block_bytes, limit * TOKEN_BYTES
         nodes: list[Node] = []
@@ -84,7 +84,7 @@ class Index:
             node = child
         rest = tokens[len(nodes) * size : end][:size]
         tail, common = _longest_common(node, rest)
-        for found in (*nodes, *([tail] if tail else [])):
+        for found in (*nodes, *([tail] if tail else [])) if touch else ():
             self.touch(found)
         return Match(root, nodes, tail, common)
 

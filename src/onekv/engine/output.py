@@ -1,0 +1,64 @@
+"""From a request's tokens to text, with stop strings, piece by piece.
+
+Text that may be the beginning of a stop string is held back until it is known not to be. Whatever the pieces, together
+they are the text up to the first stop string, without it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .request import Logprob, Request
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text, and the tokens it was made from; text may lag behind its tokens."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    # One for each of `tokens`, if they were asked for.
+    logprobs: list[Logprob] = field(default_factory=list)
+
+
+class TextOutput:
+    def __init__(self, detokenizer: Any, stop_tokens: set[int], stops: Sequence[str] = ()) -> None:
+        """`detokenizer` is a fresh one of the model's tokenizer; `stops` are the strings that end the text."""
+        self._detokenizer, self._stop_tokens = detokenizer, stop_tokens
+        self._stops = [stop for stop in stops if stop]
+        self._read = 0
+        self._held = ""
+        # The stop string that was met.
+        self.stopped_by: str | None = None
+
+    def take(self, request: Request) -> Piece:
+        """What is new since the last call; after `stopped_by` is set, nothing is."""
+        tokens = request.tokens[self._read :]
+        logprobs = request.logprobs[self._read :]
+        self._read += len(tokens)
+        if self.stopped_by is not None:
+            return Piece("")
+        for token in tokens:
+            if token not in self._stop_tokens:
+                self._detokenizer.add_token(token)
+        if request.finished:
+            self._detokenizer.finalize()
+        self._held += self._detokenizer.last_segment
+        return Piece(self._release(request.finished), tokens, logprobs)
+
+    def _release(self, last: bool) -> str:
+        """The text that surely comes before any stop string."""
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.stopped_by = min(found)
+            text, self._held = self._held[:at], ""
+            return text
+        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        end = len(self._held) - keep
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are a beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
