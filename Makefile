@@ -3,18 +3,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo serve test lint format clean
 
 # Installed again whenever the requirements change.
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'OneKV needs Python 3.10 or newer; try make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable . --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[server]' --group dev
 	touch $@
 
 demo: $(VENV)/installed  ## fetch the default model and hold a three-turn conversation
 	$(BIN)/onekv demo
+
+serve: $(VENV)/installed  ## serve the default model on http://127.0.0.1:8000
+	$(BIN)/onekv serve
 
 test: $(VENV)/installed  ## run all tests
 	$(BIN)/python -m pytest

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from .models import DEFAULT_MODEL
 
 EXAMPLES = """examples:
   onekv chat                                        talk to the default model
+  onekv serve                                       an OpenAI- and Anthropic-compatible server
   onekv generate "The capital of France is" --max-tokens 20
   onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
   onekv bench decode --json result.json
@@ -56,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_plan(commands)
     _add_command(commands, "demo", _demo, "hold a short conversation and show speed and memory", "onekv demo")
     _add_bench(commands)
@@ -92,6 +95,29 @@ def _add_chat(commands: Any) -> None:
     command.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
     command.add_argument("--system", type=_text, metavar="TEXT", help="instructions for the model")
     _add_sampling(command)
+    config.add_arguments(command)
+
+
+SERVE_EXAMPLES = """onekv serve
+  onekv serve mlx-community/Qwen3-8B-4bit --kv-memory 4GiB --max-batch 16
+  onekv serve --host 0.0.0.0 --port 9000 --api-keys keys.txt
+  onekv serve --config onekv.toml                   names as in the flags: kv_memory = "4GiB"
+
+then, for example:
+  OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python my_agent.py
+  ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_API_KEY=none python my_agent.py"""
+
+
+def _add_serve(commands: Any) -> None:
+    text = "serve a model to OpenAI and Anthropic clients"
+    command = _add_command(commands, "serve", _serve, text, SERVE_EXAMPLES)
+    command.add_argument("model", nargs="?", help=MODEL_HELP)
+    variable = config.variable("config")
+    command.add_argument("--config", metavar="FILE", help=f"TOML file with any of the settings below ({variable})")
+    # Their module needs nothing of the extra `server`.
+    from .server.settings import ServerSettings
+
+    config.add_arguments(command, ServerSettings, "server")
     config.add_arguments(command)
 
 
@@ -199,6 +225,22 @@ def _chat(arguments: argparse.Namespace) -> None:
     sampling = _sampling(arguments)
     with _load(arguments) as llm:
         chat(llm, arguments.system, sampling)
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    from .server.settings import ServerSettings
+
+    path = arguments.config or os.environ.get(config.variable("config"))
+    known = ["model", *config.names(ServerSettings), *config.names(config.Settings)]
+    file = config.read_file(path, known) if path else {}
+    settings = ServerSettings.resolve(config.given_settings(arguments, ServerSettings), file)
+    engine = config.Settings.resolve(config.given_settings(arguments), file)
+    model = arguments.model or str(file.get("model", DEFAULT_MODEL))
+    try:
+        from .server.serve import serve
+    except ModuleNotFoundError as error:
+        raise SettingError(f"the server needs {error.name}; install it with: pip install 'onekv[server]'") from None
+    serve(model, settings, {f.name: getattr(engine, f.name) for f in fields(engine)})
 
 
 def _plan(arguments: argparse.Namespace) -> int:

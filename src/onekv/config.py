@@ -1,16 +1,23 @@
 """One settings object: a field, a command-line flag and an ONEKV_ variable are one thing.
 
 `kv_memory` is `LLM(kv_memory=...)`, `--kv-memory` and `ONEKV_KV_MEMORY`. What is given in the call or on the command
-line wins over the variable, the variable over the default.
+line wins over the variable, the variable over the TOML file (`--config`, where there is one), that over the default.
 """
 
 import argparse
 import os
+import sys
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from .errors import SettingError
 from .units import parse_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -23,37 +30,64 @@ def on_or_off(text: str) -> bool:
     return switches[text.lower()]
 
 
-def _setting(default: Any, metavar: str, help: str, type: Any = str) -> Any:
+def setting(default: Any, metavar: str, help: str, type: Any = str) -> Any:
+    """A field that is a flag and a variable too."""
     return field(default=default, metadata={"metavar": metavar, "help": help, "type": type})
 
 
+Kind = TypeVar("Kind", bound="SettingsBase")
+
+
 @dataclass(frozen=True)
-class Settings:
-    kv_memory: str | int | None = _setting(
+class SettingsBase:
+    """What all groups of settings have in common."""
+
+    @classmethod
+    def resolve(cls: type[Kind], given: dict[str, Any], file: dict[str, Any] | None = None) -> Kind:
+        """Settings from `given` (None means not given), then the environment, then `file`, then the defaults."""
+        known = [f.name for f in fields(cls)]
+        unknown = set(given) - set(known)
+        if unknown:
+            raise SettingError(f"unknown setting {sorted(unknown)[0]!r}; there are {', '.join(known)}")
+        values = {name: value for name, value in given.items() if value is not None}
+        for f in fields(cls):
+            text = os.environ.get(variable(f.name))
+            if f.name in values:
+                continue
+            if text:
+                values[f.name] = _convert(f.metadata["type"], text, variable(f.name))
+            elif file is not None and f.name in file:
+                values[f.name] = _convert(f.metadata["type"], _spelled(file[f.name]), f"{f.name} in the TOML file")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Settings(SettingsBase):
+    kv_memory: str | int | None = setting(
         None,
         "SIZE",
         "bytes for the KV of all conversations, e.g. 512MB, 4GiB, or 50%% of the memory that is free; "
         "default: half of what the weights leave free, at most what max_batch conversations of full length need",
     )
-    block_size: int = _setting(64, "TOKENS", "tokens in one block of the KV pool; default 64", int)
-    max_batch: int = _setting(8, "N", "sequences that are generated at the same time; default 8", int)
-    prefill_chunk: int | None = _setting(
+    block_size: int = setting(64, "TOKENS", "tokens in one block of the KV pool; default 64", int)
+    max_batch: int = setting(8, "N", "sequences that are generated at the same time; default 8", int)
+    prefill_chunk: int | None = setting(
         None, "TOKENS", "tokens of a prompt in one step; default 512 on CPU, 2048 on GPU", int
     )
-    decode_steps: int = _setting(
+    decode_steps: int = setting(
         1, "N", "tokens that running sequences get between two chunks of a waiting prompt; default 1", int
     )
-    max_kv_size: int | None = _setting(
+    max_kv_size: int | None = setting(
         None,
         "TOKENS",
         "keep at most this many tokens per conversation in full-attention layers "
         "(the first 4 and the most recent); default: keep all",
         int,
     )
-    prefix_cache: bool = _setting(
+    prefix_cache: bool = setting(
         True, "on|off", "keep what was computed and start later prompts from it; default on", on_or_off
     )
-    dtype: str | None = _setting(
+    dtype: str | None = setting(
         None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
     )
 
@@ -67,20 +101,6 @@ class Settings:
             parse_size(self.kv_memory, whole=2**62, name=flag("kv_memory"))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-
-    @classmethod
-    def resolve(cls, given: dict[str, Any]) -> "Settings":
-        """Settings from `given` (None means not given), then the environment, then the defaults."""
-        unknown = set(given) - {f.name for f in fields(cls)}
-        if unknown:
-            known = ", ".join(f.name for f in fields(cls))
-            raise SettingError(f"unknown setting {sorted(unknown)[0]!r}; there are {known}")
-        values = {name: value for name, value in given.items() if value is not None}
-        for f in fields(cls):
-            text = os.environ.get(variable(f.name))
-            if f.name not in values and text:
-                values[f.name] = _convert(f.metadata["type"], text, variable(f.name))
-        return cls(**values)
 
 
 def flag(name: str) -> str:
@@ -99,13 +119,33 @@ def _convert(kind: Any, text: str, name: str) -> Any:
         raise SettingError(f"{name}={text!r} is not {wanted}") from None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _spelled(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_file(path: str, known: list[str]) -> dict[str, Any]:
+    """The settings in a TOML file: one table, with the names of `known`."""
+    try:
+        values: dict[str, Any] = tomllib.loads(Path(path).expanduser().read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingError(f"--config is {path!r}, which cannot be read: {error}") from None
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        raise SettingError(f"{path} sets {unknown[0]!r}; there are {', '.join(known)}")
+    return values
+
+
+def names(kind: type[SettingsBase]) -> list[str]:
+    return [f.name for f in fields(kind)]
+
+
+def add_arguments(parser: argparse.ArgumentParser, kind: type[SettingsBase] = Settings, title: str = "memory") -> None:
     """One flag per setting; `given_settings` reads them back."""
-    group = parser.add_argument_group("memory")
-    for f in fields(Settings):
+    group = parser.add_argument_group(title)
+    for f in fields(kind):
         text = f"{f.metadata['help']} ({variable(f.name)})"
         group.add_argument(flag(f.name), type=f.metadata["type"], metavar=f.metadata["metavar"], help=text)
 
 
-def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {f.name: getattr(arguments, f.name) for f in fields(Settings)}
+def given_settings(arguments: argparse.Namespace, kind: type[SettingsBase] = Settings) -> dict[str, Any]:
+    return {f.name: getattr(arguments, f.name) for f in fields(kind)}

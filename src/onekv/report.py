@@ -30,15 +30,17 @@ def print_plan(name: str, settings: Settings) -> int:
     loaded = load_model(name, dtype=settings.dtype, lazy=True)
     plan = make_plan(loaded.model, settings, loaded.config.get("max_position_embeddings"))
     print(f"{loaded.name} on {plan.device.name}\n")
-    print(_bytes_table(plan), end="\n\n")
-    print(_groups_table(plan), end="\n\n")
-    print(_lengths_table(plan))
+    print(plan_table(plan))
     try:
         plan.check()
     except MemoryBudgetError as error:
         print(f"\nonekv: it does not fit: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def plan_table(plan: Plan) -> str:
+    return "\n\n".join((_bytes_table(plan), _groups_table(plan), _lengths_table(plan)))
 
 
 def _bytes_table(plan: Plan) -> str:

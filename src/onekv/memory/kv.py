@@ -40,7 +40,7 @@ class KVMemory:
             return state
         pool = self.pools[leaf.group]
         kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
-        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer])
+        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer], self.block_size)
         self._layers.append(layer)
         return layer
 
@@ -71,6 +71,8 @@ class KVMemory:
         before = [list(layer.cache) for layer in self._state_layers]
         try:
             yield self.caches
+            for layer in self._layers:
+                layer.finish()
         except BaseException:
             for state_layer, state in zip(self._state_layers, before, strict=True):
                 state_layer.cache = state

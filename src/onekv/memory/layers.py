@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .attention import paged_decode, run_decode
+from .cuda import cuda_decode, supported
 from .hook import Attends, Mask, stock_attention
 from .pairs import Grid
 from .pool import LayerArrays
@@ -24,18 +25,24 @@ class StepHolder:
 class PagedLayer(Attends):
     """Keys and values of one layer, full or windowed attention.
 
+    Where CUDA kernels attend, they also write the new token, so in a decode step it is kept (`_unwritten`) until then.
+    The pool's arrays are then changed without MLX knowing: what reads them later is started later, because it depends
+    on this step's tokens.
+
     A decode step attends over the pool, so what `update_and_fetch` returns is used only as a sign of where it came
     from. Once that is proven for the model (`direct`), a stand-in is returned: an array of the right shape that is all
     NaN, so that a use of it could not go unnoticed.
     """
 
-    def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays) -> None:
+    def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays, block_size: int) -> None:
         self._holder, self._group, self._arrays = holder, group, arrays
         self._fetched: tuple[mx.array, mx.array] | None = None
+        self._unwritten: tuple[mx.array, mx.array] | None = None
         self.direct = False
         # Whether the last decode step attended over the pool.
         self.attended = False
         self._gpu = mx.default_device() == mx.gpu
+        self._kernels = supported(arrays, block_size)
         # On CPU, gather_mm takes float32 alone.
         self._paged = self._gpu or arrays.k.dtype == mx.float32
 
@@ -55,8 +62,9 @@ class PagedLayer(Attends):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         step, arrays = self._step, self._arrays
         self._fetched, self.attended = None, False
-        arrays.k = write(step, arrays.k, keys)
-        arrays.v = write(step, arrays.v, values)
+        self._unwritten = (keys, values)
+        if not (self.direct and self._kernels and step.count == 1):
+            self._write()
         if self.direct and step.count == 1:
             self._fetched = (step.stand_in(arrays.k), step.stand_in(arrays.v))
         elif len(step.tables) == 1 and step.lengths[0] == 0:
@@ -64,6 +72,14 @@ class PagedLayer(Attends):
         else:
             self._fetched = (self._read(arrays.k), self._read(arrays.v))
         return self._fetched
+
+    def _write(self) -> None:
+        """Store the new tokens, unless that is done."""
+        if self._unwritten is not None:
+            arrays, (keys, values) = self._arrays, self._unwritten
+            arrays.k = write(self._step, arrays.k, keys)
+            arrays.v = write(self._step, arrays.v, values)
+            self._unwritten = None
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last update gave; models that share one layer's KV with later layers ask for it."""
@@ -108,6 +124,12 @@ class PagedLayer(Attends):
             return None
         if step.count > 1 or not self._paged or step.rule.chunk is not None:
             return None
+        reach = step.reach(mask) if self._kernels and step.owns(mask) else None
+        if reach is not None and queries.shape[1] <= 16 * arrays.k.shape[0]:
+            self.attended = True
+            new, self._unwritten = self._unwritten, None
+            return cuda_decode(queries, arrays, new, step.grid, step.positions, reach, scale, sinks)
+        self._write()
         if not step.owns(mask):
             # The model chose by itself what to read: give it all that is stored.
             k, v = self._read(arrays.k), self._read(arrays.v)
@@ -124,7 +146,11 @@ class PagedLayer(Attends):
 
     def release(self) -> None:
         """Drop what was fetched, so that nothing but the pool refers to its arrays."""
-        self._fetched = None
+        self._fetched = self._unwritten = None
+
+    def finish(self) -> None:
+        """The model has run: what it did not attend over is stored all the same."""
+        self._write()
 
     @property
     def state(self) -> tuple[mx.array, mx.array]:
@@ -145,8 +171,11 @@ class ChunkedLayer(PagedLayer):
 class StateCache(ArraysCache):  # type: ignore[misc]
     """A recurrent layer's state for the sequences of the current batch, row by row. mlx-lm asks for the type."""
 
+    def finish(self) -> None:
+        """States are replaced, never written in place: nothing to store."""
+
     def release(self) -> None:
-        """States are replaced, never written in place: nothing to drop."""
+        """Nothing to drop either."""
 
 
 def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
@@ -165,7 +194,7 @@ def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
 def gather(step: GroupStep, array: mx.array) -> mx.array:
     """What the step reads of one pool array, copied: [rows, heads, tokens, dim]."""
     heads, slots, dim = array.shape
-    ids, _ = step.block_ids
+    ids = step.grid.ids
     shape = (ids.shape[0], heads, ids.shape[1] * step.block_size, dim)
     if dim == 0:
         rows = mx.zeros(shape, array.dtype)

@@ -1,9 +1,11 @@
-"""All (row, block) pairs of a decode step, as index arrays for the attention over the pool.
+"""All (row, block) pairs of a step, as index arrays for attention over the pool.
 
-They stay valid as long as the tables hold the same blocks. As a `Grid`, [rows, blocks of the longest row], where little
-of that is padding; else as a `PairList`, [pairs].
+They stay valid as long as the tables hold the same blocks. A `Grid`, [rows, blocks of the longest row], is what there
+always is; where rows are of very different lengths and most of it would be padding, its `PairList`, [pairs], is better
+to compute with.
 """
 
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -19,13 +21,56 @@ Integers = np.ndarray[Any, Any]
 
 
 class Grid:
-    """`ids[row, i]` is the row's i-th block and `base` the position of its first slot; padding is NOWHERE."""
+    """`ids[row, i]` is the row's i-th block and `base` the position of its first slot.
 
-    def __init__(self, tables: list[Table], ids: Integers, base: Integers) -> None:
+    Short rows are padded with their last block, at position NOWHERE.
+    """
+
+    def __init__(self, tables: list[Table]) -> None:
         self.key = _key(tables)
-        self._blocks, self._ids = tables[0].pool.blocks, ids
-        self.base = mx.array(base)
+        self.block_size, self._blocks = tables[0].pool.block_size, tables[0].pool.blocks
+        live = [table.live() for table in tables]
+        self._counts = np.array([len(indices) for indices in live])
+        shape = (len(tables), int(self._counts.max()))
+        self._ids, self._base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
+        for row, (table, indices) in enumerate(zip(tables, live, strict=True)):
+            self._ids[row, : len(indices)] = [table.blocks[i] for i in indices]
+            self._ids[row, len(indices) :] = table.blocks[-1]
+            self._base[row, : len(indices)] = np.array(indices) * self.block_size
         self._matrices: dict[int, Matrices] = {}
+        self._splits: dict[tuple[int, tuple[int, int]], tuple[mx.array, int]] = {}
+
+    @cached_property
+    def ids(self) -> mx.array:
+        return mx.array(self._ids)
+
+    @cached_property
+    def base(self) -> mx.array:
+        return mx.array(self._base)
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row."""
+        return self._ids.shape[1] * self.block_size
+
+    def positions(self, row: int) -> Integers:
+        """The position of each slot of one row."""
+        positions: Integers = (self._base[row][:, None] + np.arange(self.block_size)).reshape(-1)
+        return positions
+
+    @cached_property
+    def all_positions(self) -> mx.array:
+        """The position of each slot of all rows, [rows, slots]; lazy."""
+        return (self.base[..., None] + mx.arange(self.block_size)).reshape(len(self._ids), -1)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether so much of it is padding that a list is better."""
+        return int(self._ids.size - self._counts.sum()) * 4 > int(self._counts.sum())
+
+    @cached_property
+    def pair_list(self) -> "PairList":
+        return PairList(self._ids, self._base, self._counts, self._blocks)
 
     def spread(self, per_row: mx.array) -> mx.array:
         """One value per row, broadcastable to `base`."""
@@ -46,13 +91,24 @@ class Grid:
             self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
 
+    def splits(self, heads: int, reach: tuple[int, int], wanted: int, least: int) -> tuple[mx.array, int]:
+        """For the CUDA kernels: [n, blocks per split, splits, *reach], and how many splits there are.
+
+        There are about `wanted` pieces of work, but none of fewer than `least` tokens.
+        """
+        if (heads, reach) not in self._splits:
+            rows, n = self._ids.shape
+            per = max(-(-n * rows * heads // wanted), least // self.block_size, 1)
+            sizes = [n, per, -(-n // per), *reach]
+            self._splits[heads, reach] = (mx.array(sizes, mx.int32), sizes[2])
+        return self._splits[heads, reach]
+
 
 class PairList:
     """Pairs of all rows after each other; `index[row]` says where a row's pairs are, except where `padding`."""
 
-    def __init__(self, tables: list[Table], ids: Integers, base: Integers, counts: Integers) -> None:
-        self.key = _key(tables)
-        self._blocks = tables[0].pool.blocks
+    def __init__(self, ids: Integers, base: Integers, counts: Integers, blocks: int) -> None:
+        self._blocks = blocks
         column = np.arange(ids.shape[1])
         padding = column >= counts[:, None]
         self._ids = ids[~padding]
@@ -86,20 +142,9 @@ class PairList:
 Pairs = Grid | PairList
 
 
-def make_pairs(tables: list[Table], previous: Pairs | None) -> Pairs:
-    """The pairs of `tables`; `previous` if they still hold the same blocks."""
-    if previous is not None and previous.key == _key(tables):
-        return previous
-    live = [table.live() for table in tables]
-    counts = np.array([len(indices) for indices in live])
-    padding = np.arange(counts.max()) >= counts[:, None]
-    ids = np.zeros(padding.shape, np.uint32)
-    base = np.full(padding.shape, NOWHERE, np.int32)
-    ids[~padding] = [t.blocks[i] for t, indices in zip(tables, live, strict=True) for i in indices]
-    base[~padding] = [i * tables[0].pool.block_size for indices in live for i in indices]
-    if padding.sum() * 4 <= counts.sum():
-        return Grid(tables, ids, base)
-    return PairList(tables, ids, base, counts)
+def make_grid(tables: list[Table], previous: Grid | None) -> Grid:
+    """The grid of `tables`; `previous` if they still hold the same blocks."""
+    return previous if previous is not None and previous.key == _key(tables) else Grid(tables)
 
 
 def _key(tables: list[Table]) -> list[tuple[Table, int]]:

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .layout import Rule
-from .pairs import NOWHERE, Pairs, make_pairs
+from .pairs import NOWHERE, Grid, Pairs, make_grid
 from .sequence import Sequence
 from .table import Table
 
@@ -36,15 +36,15 @@ def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
 class GroupStep:
     """One group's part of a step."""
 
-    def __init__(self, tables: list[Table], lengths: list[int], count: int, previous: Pairs | None) -> None:
+    def __init__(self, tables: list[Table], lengths: list[int], count: int, previous: Grid | None) -> None:
         self.tables, self.lengths, self.count = tables, lengths, count
         self.rule = tables[0].rule
         self.block_size = tables[0].pool.block_size
         self.blocks = tables[0].pool.blocks
         self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
-        # Pairs of an earlier step, which may still be right, and those of this one once they are used.
+        # The grid of an earlier step, which may still be right, and that of this one once it is used.
         self._previous = previous
-        self.used_pairs: Pairs | None = None
+        self.used_grid: Grid | None = None
         self._masks: dict[int, tuple[mx.array, int | None]] = {}
         self._bias: dict[tuple[int | None, mx.Dtype], mx.array] = {}
         self._stand_ins: dict[tuple[int, int], mx.array] = {}
@@ -93,23 +93,20 @@ class GroupStep:
         return start, start + end - self.first
 
     @cached_property
-    def block_ids(self) -> tuple[mx.array, np.ndarray]:
-        """The blocks to gather, [rows, n], and the position of each of their slots, [rows, n * block_size]."""
-        live = [table.live() for table in self.tables]
-        longest = max(map(len, live))
-        ids = np.empty((len(live), longest), np.uint32)
-        base = np.full((len(live), longest), NOWHERE, np.int32)
-        for row, (table, indices) in enumerate(zip(self.tables, live, strict=True)):
-            ids[row, : len(indices)] = [table.blocks[i] for i in indices]
-            ids[row, len(indices) :] = table.blocks[-1]
-            base[row, : len(indices)] = np.array(indices) * self.block_size
-        positions = base[:, :, None] + np.arange(self.block_size)
-        return mx.array(ids), positions.reshape(len(live), -1)
+    def grid(self) -> Grid:
+        """The blocks that the step reads."""
+        self.used_grid = make_grid(self.tables, self._previous)
+        return self.used_grid
+
+    @property
+    def pairs(self) -> Pairs:
+        """The grid, or a list where that is better to compute with."""
+        return self.grid.pair_list if self.grid.ragged else self.grid
 
     @cached_property
     def cut(self) -> slice | mx.array:
         """One sequence: which of the gathered slots are read."""
-        positions = self.block_ids[1][0]
+        positions = self.grid.positions(0)
         end = self.lengths[0] + self.count
         kept = min(self.rule.keep, self.first)
         wanted = (positions < end) & ((positions >= self.first) | (positions < kept))
@@ -125,7 +122,7 @@ class GroupStep:
             if len(self.tables) == 1:
                 tokens = self.lengths[0] + self.count - self.first + min(self.rule.keep, self.first)
             else:
-                tokens = self.block_ids[1].shape[1]
+                tokens = self.grid.slots
             shape = (len(self.tables), heads, tokens, dim)
             self._stand_ins[heads, dim] = mx.broadcast_to(mx.array(mx.nan, array.dtype), shape)
         return self._stand_ins[heads, dim]
@@ -145,12 +142,12 @@ class GroupStep:
             keys = np.concatenate((kept, np.arange(self.first, end)))
             queries = np.arange(position, end)[:, None]
             return self._own(visible(self.rule, window, queries, keys), window)
-        positions = self.block_ids[1][:, None, None, :]
-        queries = np.array(self.lengths)[:, None, None, None]
-        return self._own(visible(self.rule, window, queries, positions), window)
+        # Lazy: attention over the pool does not need it.
+        positions = self.grid.all_positions[:, None, None, :]
+        return self._own(visible(self.rule, window, self.positions[:, None, None, None], positions), window)
 
-    def _own(self, mask: np.ndarray, window: int | None) -> mx.array:
-        array = mx.array(mask)
+    def _own(self, mask: np.ndarray | mx.array, window: int | None) -> mx.array:
+        array = mx.array(mask) if isinstance(mask, np.ndarray) else mask
         self._masks[id(array)] = (array, window)
         return array
 
@@ -163,17 +160,24 @@ class GroupStep:
         window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
         key = (window, dtype)
         if key not in self._bias:
-            query = self.pairs.spread(mx.array(np.array(self.lengths, np.int32)))
+            query = self.pairs.spread(self.positions)
             slots = self.pairs.base[..., None] + mx.arange(self.block_size)
             seen = visible(self.rule, window, query[..., None], slots)
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
             self._bias[key] = self.pairs.shape_bias(bias)
         return self._bias[key]
 
+    def reach(self, mask: mx.array | str | None) -> tuple[int, int] | None:
+        """The rule and `mask` as (window, kept tokens); None if one pair of numbers cannot say it."""
+        window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
+        if window is None:
+            return self.rule.window or NOWHERE, self.rule.keep
+        return None if self.rule.keep else (min(window, self.rule.window or NOWHERE), 0)
+
     @cached_property
-    def pairs(self) -> Pairs:
-        self.used_pairs = make_pairs(self.tables, self._previous)
-        return self.used_pairs
+    def positions(self) -> mx.array:
+        """Each row's position, [rows]."""
+        return self.offset if isinstance(self.offset, mx.array) else mx.array(np.array(self.lengths, np.int32))
 
 
 class Step:
@@ -187,5 +191,5 @@ class Step:
         self.groups: list[GroupStep] = []
         for g in range(len(sequences[0].tables)):
             tables = [sequence.tables[g] for sequence in sequences]
-            pairs = previous.groups[g].used_pairs if previous is not None else None
-            self.groups.append(GroupStep(tables, lengths, count, pairs))
+            grid = previous.groups[g].used_grid if previous is not None else None
+            self.groups.append(GroupStep(tables, lengths, count, grid))

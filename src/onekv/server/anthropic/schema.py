@@ -1,0 +1,151 @@
+"""Request bodies of the Messages API. Fields that do not change the answer here (cache_control, metadata) are ignored.
+
+A block of a kind that is not listed, such as an image, is refused by its type.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+Value = TypeVar("Value")
+
+
+def _sendable(value: Value) -> Value:
+    """Raises ValueError for what is no JSON: NaN, half a character (a lone surrogate)."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+String = Annotated[str, AfterValidator(_sendable)]
+Object = Annotated[dict[str, Any], AfterValidator(_sendable)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: String
+
+
+class ThinkingBlock(Body):
+    """Of an earlier turn: accepted, and dropped."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: String
+    name: String
+    input: Object
+
+
+def _as_blocks(value: Any) -> Any:
+    """A string stands for one block of text."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock])]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: String
+    content: Texts = []
+    is_error: bool = False
+
+
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+class UserMessage(Body):
+    role: Literal["user"]
+    content: Annotated[
+        list[UserBlock],
+        Field(min_length=1),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[UserBlock]),
+    ]
+
+
+class AssistantMessage(Body):
+    role: Literal["assistant"]
+    content: Annotated[
+        list[AssistantBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[AssistantBlock])
+    ]
+
+
+class SystemMessage(Body):
+    role: Literal["system"]
+    content: Texts
+
+
+Message = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class Tool(Body):
+    """A tool that the client runs; those that run at Anthropic have another type and are refused by it."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[String, Field(min_length=1)]
+    description: String = ""
+    input_schema: Object
+
+
+class AutoChoice(Body):
+    type: Literal["auto"]
+    disable_parallel_tool_use: bool = False
+
+
+class AnyChoice(Body):
+    type: Literal["any"]
+    disable_parallel_tool_use: bool = False
+
+
+class NamedChoice(Body):
+    type: Literal["tool"]
+    name: String
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(Body):
+    type: Literal["none"]
+
+
+class Thinking(Body):
+    """How much is thought is the model's own affair: a budget is accepted and ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    format: OutputFormat | None = None
+
+
+class CountBody(Body):
+    """What the prompt is made of."""
+
+    model: String
+    messages: Annotated[list[Message], Field(min_length=1)]
+    system: Texts = []
+    tools: list[Tool] = []
+    tool_choice: Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountBody):
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[Annotated[String, Field(min_length=1)]] = []
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0

@@ -1,0 +1,89 @@
+"""The application: routes behind the guard, and every failure in the format of the API it happened in."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from .. import __version__
+from ..errors import OneKVError, RequestFailedError
+from . import admin, anthropic, openai
+from .backend import Backend
+from .errors import BadRequestError, NotFoundError
+from .guard import Guard, error_response
+from .settings import ServerSettings
+from .streaming import ClientGoneError
+
+log = logging.getLogger("onekv.server")
+
+
+def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
+    """The server for a backend that was started; it stops the backend when it ends."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        # Uvicorn has given running requests their time already.
+        await run_in_threadpool(backend.stop, 0)
+
+    origins = settings.origins
+    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    guard = Middleware(Guard, keys=settings.keys(), max_body=settings.body_bytes, origins=origins)
+    app = FastAPI(
+        title="OneKV",
+        version=__version__,
+        lifespan=lifespan,
+        middleware=[*([cors] if origins else []), guard],
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.backend = backend
+    for router in (openai.router, anthropic.router, admin.router):
+        app.include_router(router)
+    app.add_exception_handler(OneKVError, _known)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientGoneError, _gone)
+    app.add_exception_handler(Exception, _unknown)
+    return app
+
+
+async def _known(request: Request, error: Exception) -> Response:
+    assert isinstance(error, OneKVError)
+    return error_response(request.url.path, error)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    what = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
+    return error_response(request.url.path, BadRequestError(what, ".".join(place) or None))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return error_response(request.url.path, NotFoundError(f"there is no {request.url.path}"))
+    wrong = BadRequestError(f"{request.method} {request.url.path}: {error.detail}")
+    wrong.status = error.status_code
+    response = error_response(request.url.path, wrong)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this."""
+    return Response(status_code=499)
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    """A bug; the server's log has the traceback."""
+    return error_response(request.url.path, RequestFailedError(f"internal error: {type(error).__name__}"))

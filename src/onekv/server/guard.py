@@ -1,0 +1,130 @@
+"""What stands before every route: sizes, nesting, origins, keys.
+
+body      read here, at most `max_body` bytes and 64 levels of nesting, then handed on; so no handler sees more
+origin    a web page of another origin may not call the server unless it is in `--cors-origin`
+key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..errors import OneKVError
+from .errors import (
+    BadRequestError,
+    TooLargeError,
+    UnauthorizedError,
+    anthropic_body,
+    headers_of,
+    openai_body,
+    status_of,
+)
+
+MAX_NESTING = 64
+# A string, perhaps without its end, or a bracket.
+_STRUCTURE = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
+# Anyone may ask these.
+OPEN_PATHS = ("/health",)
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, keys: list[str], max_body: int, origins: list[str]) -> None:
+        self._app, self._max_body, self._origins = app, max_body, origins
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_origin(scope, headers)
+            scope.setdefault("state", {})["salt"] = self._salt(scope["path"], headers)
+            body = await self._read(headers, receive)
+        except OneKVError as error:
+            await error_response(scope["path"], error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return
+        if origin != f"{scope['scheme']}://{headers.get('host')}":
+            raise UnauthorizedError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
+
+    def _salt(self, path: str, headers: Headers) -> str:
+        """The cache salt of the request's key. Raises UnauthorizedError if it has no key that is known."""
+        if not self._keys or path in OPEN_PATHS:
+            return ""
+        given = headers.get("x-api-key", "").encode()
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if not given and scheme.lower() == "bearer":
+            given = token.strip().encode()
+        if not given:
+            raise UnauthorizedError("no API key; send it as Authorization: Bearer KEY or as x-api-key")
+        # All are compared, so that time does not tell which one was close.
+        known = [hmac.compare_digest(given, key) for key in self._keys]
+        if not any(known):
+            raise UnauthorizedError("the API key is not one of this server's")
+        return hashlib.sha256(given).hexdigest()[:32]
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body:
+            raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are read (--max-body)")
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise BadRequestError("the connection was closed before the body was complete")
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > self._max_body:
+                raise TooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
+            parts.append(part)
+            more = message.get("more_body", False)
+        body = b"".join(parts)
+        if nesting(body) > MAX_NESTING:
+            raise BadRequestError(f"the body is nested deeper than {MAX_NESTING} levels")
+        return body
+
+
+def nesting(body: bytes) -> int:
+    """How deep the arrays and objects of a JSON text are nested."""
+    depth = deepest = 0
+    for match in _STRUCTURE.finditer(body):
+        character = match[0]
+        if character in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in b"]}":
+            depth -= 1
+    return deepest
+
+
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """`receive` as if nobody had read the body yet."""
+    given = False
+
+    async def replayed() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
+
+
+def error_response(path: str, error: OneKVError) -> JSONResponse:
+    """`error` in the format of the API that `path` belongs to."""
+    body: dict[str, Any] = anthropic_body(error) if path.startswith("/v1/messages") else openai_body(error)
+    return JSONResponse(body, status_of(error), headers_of(error))

@@ -1,0 +1,151 @@
+"""Splits a model's text, as it comes, into reasoning, content and tool calls.
+
+    content <-> reasoning       between the thinking markers
+    content, reasoning -> call -> content
+
+However the text is cut into pieces, what comes out is the same, joined. A marker that may just be beginning is held
+back until it is known; white space next to a marker belongs to it. The text of a call that cannot be read is content.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+# What a parser may raise on text it was not made for.
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, SyntaxError, RecursionError)
+
+Parser = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text of one kind."""
+
+    kind: Literal["content", "reasoning"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call; `arguments` is JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Format:
+    """The markers of a model's text. None: the model has none; an empty `call_end`: a call runs to the end."""
+
+    think_start: str | None = None
+    think_end: str | None = None
+    call_start: str | None = None
+    call_end: str | None = None
+    # From the text of a call to {"name", "arguments"}, or a list of such.
+    parse: Parser = json.loads
+
+
+class Splitter:
+    def __init__(self, form: Format, thinking: bool = False) -> None:
+        """`thinking`: the prompt has already opened the reasoning."""
+        self._form = form
+        self._state: Literal["content", "reasoning", "call"] = "reasoning" if thinking else "content"
+        self._held = ""
+        # White space is dropped until there is something else.
+        self._at_marker = thinking
+        # What has to be given back if the call cannot be read: its marker and the space before.
+        self._opening = ""
+
+    def feed(self, text: str) -> list[Span | Call]:
+        """What is certain after `text`."""
+        self._held += text
+        found: list[Span | Call] = []
+        while self._step(found):
+            pass
+        return found
+
+    def finish(self) -> list[Span | Call]:
+        """What was held back; nothing comes after it."""
+        rest, self._held = self._held, ""
+        if self._state != "call":
+            return self._text(rest)
+        calls = self._read(rest) if self._form.call_end == "" else []
+        return [*calls] if calls else [Span("content", self._opening + rest)]
+
+    def _step(self, found: list[Span | Call]) -> bool:
+        """Move over one marker; False when the held text has none that is whole."""
+        markers = self._markers()
+        at, marker = min(((at, m) for m in markers if (at := self._held.find(m)) >= 0), default=(-1, ""))
+        if at < 0:
+            if self._state != "call":
+                keep = _undecided(self._held, markers) if markers else 0
+                end = len(self._held) - keep
+                found += self._text(self._held[:end])
+                self._held = self._held[end:]
+            return False
+        before, self._held = self._held[:at], self._held[at + len(marker) :]
+        if self._state == "call":
+            self._end_call(before, found)
+            return True
+        text = before.rstrip()
+        found += self._text(text)
+        if marker == self._form.call_start:
+            self._state, self._opening = "call", before[len(text) :] + marker
+        else:
+            self._state = "reasoning" if marker == self._form.think_start else "content"
+        self._at_marker = True
+        return True
+
+    def _markers(self) -> list[str]:
+        """The markers that mean something in this state."""
+        form = self._form
+        if self._state == "call":
+            return [form.call_end] if form.call_end else []
+        turn = form.think_end if self._state == "reasoning" else form.think_start
+        return [marker for marker in (turn, form.call_start) if marker]
+
+    def _text(self, text: str) -> list[Span | Call]:
+        if self._at_marker:
+            text = text.lstrip()
+        if not text:
+            return []
+        self._at_marker = False
+        return [Span("reasoning" if self._state == "reasoning" else "content", text)]
+
+    def _end_call(self, body: str, found: list[Span | Call]) -> None:
+        calls = self._read(body)
+        found += calls or [Span("content", self._opening + body + (self._form.call_end or ""))]
+        self._state, self._at_marker = "content", bool(calls)
+
+    def _read(self, body: str) -> list[Call]:
+        """The calls in `body`; none if it cannot be read."""
+        try:
+            parsed = self._form.parse(body)
+            return [_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
+        except _UNREADABLE:
+            return []
+
+
+def _call(parsed: dict[str, Any]) -> Call:
+    name, arguments = parsed["name"], parsed.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("not a tool call")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    # Half a character cannot be sent.
+    (name + text).encode()
+    return Call(name, text)
+
+
+def _undecided(text: str, markers: list[str]) -> int:
+    """How many characters at the end of `text` may belong to a marker, the white space before it included."""
+    begun = max(_overlap(text, marker) for marker in markers)
+    rest = text[: len(text) - begun]
+    return begun + len(rest) - len(rest.rstrip())
+
+
+def _overlap(text: str, marker: str) -> int:
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

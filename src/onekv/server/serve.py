@@ -1,0 +1,69 @@
+"""`onekv serve`: load, say what there is, listen until told to stop."""
+
+import json
+import logging
+import socket
+import sys
+from typing import Any
+
+import uvicorn
+
+from ..errors import SettingError
+from ..report import plan_table
+from .app import create_app
+from .backend import Backend
+from .settings import ServerSettings
+
+
+def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
+    """Blocks until SIGINT or SIGTERM; running requests then get `--grace` seconds."""
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    # Wrong keys, or an address that is taken, should not show only after a model was loaded.
+    keys = settings.keys()
+    listener = _listen(settings)
+    backend = Backend(
+        model,
+        max_waiting=settings.max_waiting,
+        max_wait=settings.max_wait,
+        default_max_tokens=settings.default_max_tokens,
+        **engine,
+    )
+    backend.start()
+    _greet(backend, listener, keys)
+    config = uvicorn.Config(
+        create_app(backend, settings),
+        log_level=settings.log_level,
+        access_log=settings.log_level == "debug",
+        timeout_graceful_shutdown=settings.grace,
+        log_config=None,
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        raise SettingError(
+            f"cannot listen on {settings.host}, port {settings.port}: {error}; choose others with --host and --port"
+        ) from None
+    return listener
+
+
+def _greet(backend: Backend, listener: socket.socket, keys: list[str]) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    body = {"model": backend.name, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+    key = " -H 'Authorization: Bearer KEY'" if keys else ""
+    print(plan_table(backend.llm.plan), file=sys.stderr)
+    print(f"{backend.name} is served on http://{shown}:{port}. Try:", file=sys.stderr)
+    print(
+        f"  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' "
+        f"-d '{json.dumps(body)}'",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,50 @@
+"""One real server process for all tests of this folder: the default model, two API keys, any free port."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+KEYS = ["first-key-of-the-tests", "second-key-of-the-tests"]
+
+
+@dataclass
+class Server:
+    url: str
+    keys: list[str]
+    backend_name: str
+    process: subprocess.Popen[str]
+
+
+def start_server(*flags: str, keys: list[str] = KEYS) -> Server:
+    environment = {**os.environ, "ONEKV_API_KEYS": ",".join(keys)}
+    command = [sys.executable, "-m", "onekv", "serve", "--port", "0", *flags]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        found = re.search(r"(\S+) is served on (http://\S+)\.", line)
+        if found:
+            return Server(found[2], keys, found[1], process)
+    raise AssertionError("the server did not start:\n" + "".join(seen))
+
+
+def stop_server(server: Server) -> str:
+    """What it had to say, after it was told to stop."""
+    server.process.terminate()
+    _, errors = server.process.communicate(timeout=60)
+    return errors
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    running = start_server("--kv-memory", "256MiB", "--max-batch", "4")
+    yield running
+    errors = stop_server(running)
+    assert running.process.returncode == 0, errors
+    assert "Traceback" not in errors, errors

@@ -1,0 +1,121 @@
+"""The Messages API without a server: bodies as calls, and events of what the default model never says."""
+
+import asyncio
+import json
+from typing import Any
+
+from onekv.engine import End, Event, Piece, Timings
+from onekv.errors import RequestFailedError
+from onekv.server.anthropic.convert import full_call
+from onekv.server.anthropic.messages import Answer
+from onekv.server.anthropic.schema import MessagesBody
+from onekv.server.backend import Generation
+from onekv.server.chat import ChatCall, Choice
+from onekv.server.segments import Format, Splitter
+
+
+def events_of(said: list[Event], one_call: bool = False) -> list[dict[str, Any]]:
+    """The events of an answer whose model said all of `said`."""
+
+    async def collect() -> list[str]:
+        generation = Generation()
+        for event in said:
+            generation.put(event)
+        form = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
+        choice = Choice(generation, Splitter(form), set())
+        return [event async for event in Answer("model", ChatCall([]), one_call).events(choice)]
+
+    return [json.loads(event.split("data: ")[1]) for event in asyncio.run(collect())]
+
+
+END = End("stop", None, 10, 4, 7, Timings(0, 0, 0))
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+def test_events_of_thinking_text_and_calls() -> None:
+    said = ["<think>", "Let me", " see.", "</think>", "I look.", CALL, CALL]
+    events = events_of([*(Piece(text, [1]) for text in said), END])
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use", "tool_use"]
+    content = [""] * 4
+    for event in events:
+        if event["type"] == "content_block_delta":
+            delta = dict(event["delta"])
+            kind = delta.pop("type")
+            assert kind == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"][event["index"]]
+            (piece,) = delta.values()
+            content[event["index"]] += piece
+    assert content[:2] == ["Let me see.", "I look."]
+    assert [json.loads(text) for text in content[2:]] == [{"a": 1}, {"a": 1}]
+    assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
+    assert events[-2] == {
+        "type": "message_delta",
+        "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+        "usage": {
+            "input_tokens": 6,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 4,
+            "output_tokens": 7,
+        },
+    }
+    assert events[-1] == {"type": "message_stop"}
+
+
+def test_only_one_call_if_only_one_is_wanted() -> None:
+    events = events_of([Piece(CALL, [1]), Piece(CALL, [2]), END], one_call=True)
+    assert len([event for event in events if event["type"] == "content_block_start"]) == 1
+
+
+def test_a_failure_ends_the_events() -> None:
+    events = events_of([Piece("Hello", [1]), RequestFailedError("the model failed")])
+    assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the model failed"}}
+    assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
+
+
+def test_an_empty_answer_has_no_blocks() -> None:
+    assert [event["type"] for event in events_of([END])] == ["message_start", "message_delta", "message_stop"]
+
+
+def test_the_call_that_a_body_becomes() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    results = [
+        {"type": "tool_result", "tool_use_id": "1", "content": "no such file", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "2"},
+    ]
+    body = MessagesBody.model_validate(
+        {
+            "model": "default",
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}],
+            "messages": [
+                {"role": "user", "content": "Look."},
+                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use]},
+                {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
+            "tool_choice": {"type": "any"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": ["END"],
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "metadata": {"user_id": "someone"},
+        }
+    )
+    call = full_call(body, "salt")
+    assert call.messages == [
+        {"role": "system", "content": "Be\nbrief."},
+        {"role": "user", "content": "Look."},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "Error: no such file"},
+        {"role": "tool", "tool_call_id": "2", "content": ""},
+        {"role": "user", "content": "And?"},
+    ]
+    function = {"name": "f", "description": "", "parameters": {"type": "object"}}
+    assert call.tools == [{"type": "function", "function": function}]
+    assert (call.tool_choice, call.thinking, call.stops, call.salt) == ("required", True, ("END",), "salt")
+    assert (call.max_tokens, call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) == (9, 0.5, 0.9, 5)

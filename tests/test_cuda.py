@@ -1,0 +1,91 @@
+"""The CUDA kernels against attention written out in float32. Runs where there is such a device, and only there."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+
+from onekv.memory.cuda import cuda_decode, supported
+from onekv.memory.layout import Group, KVLayer, Rule
+from onekv.memory.pool import Pool
+from onekv.memory.step import GroupStep, visible
+from onekv.memory.table import Table
+
+CASES = [
+    (dtype, dims, shared, lengths, rule, block_size)
+    for dtype, (dims, shared), (lengths, rule), block_size in itertools.product(
+        (mx.bfloat16, mx.float16),
+        (((128, 128), 4), ((64, 64), 1), ((64, 64), 9), ((192, 128), 16), ((256, 256), 8)),
+        (
+            ((1,), Rule()),
+            ((700,), Rule()),
+            ((5000, 1, 64, 65, 1500), Rule()),
+            ((900, 30), Rule(window=100)),
+            ((900, 333), Rule(window=200, keep=4)),
+        ),
+        (16, 64),
+    )
+]
+
+
+def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
+    """The largest difference of the kernels' output to the reference, relative to the largest output."""
+    heads, (k_dim, v_dim) = 3, dims
+    blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
+    pool = Pool(Group(rule, (KVLayer("x", heads, k_dim, v_dim, dtype),)), blocks, block_size)
+    arrays = pool.layers[0]
+    assert supported(arrays, block_size)
+    mx.random.seed(sum(lengths))
+    arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
+    arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
+    # Blocks that are in nobody's table first, so that none starts at 0.
+    pool.reserve(2)
+    pool.take(2, None, 0)
+    tables = []
+    for n in lengths:
+        table = Table(pool, n + 1, n)
+        table.advance(0, n - 1)
+        table.advance(n - 1, 1)
+        tables.append(table)
+    step = GroupStep(tables, [n - 1 for n in lengths], 1, None)
+    queries = mx.random.normal((len(lengths), heads * shared, 1, k_dim)).astype(dtype)
+    sinks = mx.random.normal((heads * shared,)).astype(dtype) if with_sinks else None
+    reach = step.reach(None)
+    # What the kernels store, they must also read.
+    new = tuple(mx.random.normal((len(lengths), heads, 1, dim)).astype(dtype) for dim in dims)
+    mx.eval(arrays.k, arrays.v, new)
+    out = cuda_decode(queries, arrays, new, step.grid, step.positions, reach, k_dim**-0.5, sinks)
+    mx.eval(out)
+    for row, (table, n) in enumerate(zip(tables, lengths, strict=True)):
+        slot = table.blocks[(n - 1) // block_size] * block_size + (n - 1) % block_size
+        assert mx.array_equal(arrays.k[:, slot], new[0][row, :, 0])
+        assert mx.array_equal(arrays.v[:, slot], new[1][row, :, 0])
+
+    wanted = []
+    for row, (table, n) in enumerate(zip(tables, lengths, strict=True)):
+        positions = [i * block_size + o for i in table.live() for o in range(block_size)]
+        slots = [table.blocks[p // block_size] * block_size + p % block_size for p in positions]
+        k, v = (a[:, mx.array(slots)].astype(mx.float32) for a in (arrays.k, arrays.v))
+        q = queries[row].reshape(heads, shared, k_dim).astype(mx.float32) * k_dim**-0.5
+        scores = (q[:, :, None] * k[:, None]).sum(axis=-1)
+        scores = mx.where(visible(rule, None, n - 1, mx.array(positions)), scores, -mx.inf)
+        if sinks is not None:
+            column = sinks.astype(mx.float32).reshape(heads, shared, 1)
+            scores = mx.concatenate([scores, column], axis=-1)
+            v = mx.concatenate([v, mx.zeros_like(v[:, :1])], axis=1)
+        weights = mx.softmax(scores, axis=-1)
+        wanted.append((weights[..., None] * v[:, None]).sum(axis=2).reshape(heads * shared, 1, v_dim))
+    wanted = mx.stack(wanted)
+    return float(mx.abs(out.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_attend_like_the_reference(case, with_sinks):
+    assert error(*case, with_sinks) < (0.01 if case[0] == mx.bfloat16 else 0.002)
+
+
+def test_kernels_are_not_used_without_the_device():
+    pool = Pool(Group(Rule(), (KVLayer("x", 2, 64, 64, mx.bfloat16),)), 4, 16)
+    assert supported(pool.layers[0], 16) == mx.cuda.is_available()
