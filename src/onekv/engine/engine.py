@@ -23,6 +23,7 @@ from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedEr
 from ..memory.kv import KVMemory
 from ..memory.plan import Plan, chunk_tokens
 from ..memory.pool import OutOfBlocks
+from ..memory.sequence import Sequence
 from ..memory.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..units import format_size
@@ -121,7 +122,7 @@ class Engine:
 
     def _settle(self) -> None:
         """After requests were ended from outside."""
-        if self._flight is not None and self._flight.requests != self.running:
+        if self._flight is not None and not any(request in self.running for request in self._flight.requests):
             self._flight = None
         # What was built and not computed would keep its inputs alive.
         mx.eval(self.memory.arrays())
@@ -278,18 +279,28 @@ class Engine:
         sequence, request.sequence = request.sequence, None
         if sequence is None:
             return
-        if self.prefix is None:
-            self.memory.close(sequence)
-        elif reason == "error":
-            # What it computed may be what is wrong.
-            node = self.prefix.abandon(sequence)
-            self.memory.close(sequence)
-            self.prefix.discard(node)
-        else:
+        if reason == "error":
+            self._discard(sequence)
+            return
+        if self.prefix is not None:
             self.prefix.finish(sequence, request.all_tokens)
             if request.pin:
                 self._pin(request)
-            self.memory.close(sequence)
+        self.memory.close(sequence)
+
+    def _discard(self, sequence: Sequence) -> None:
+        """Close a sequence that failed and forget all it computed: that may be what is wrong."""
+        if self._flight is not None:
+            mx.eval(self._flight.drawn.arrays())
+        blocks = [table.held for table in sequence.tables]
+        node = self.prefix.abandon(sequence) if self.prefix is not None else None
+        self.memory.close(sequence)
+        if self.prefix is not None and node is not None:
+            self.prefix.discard(node)
+        # Slots that are not read count with weight 0, and 0 times NaN is NaN: the next holder must not find any.
+        for pool, held in zip(self.memory.pools, blocks, strict=True):
+            pool.erase(held)
+        mx.eval(self.memory.arrays())
 
     def _pin(self, request: Request) -> None:
         assert self.prefix is not None

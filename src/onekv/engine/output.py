@@ -1,7 +1,7 @@
 """From a request's tokens to text, with stop strings, piece by piece.
 
 Text that may be the beginning of a stop string is held back until it is known not to be. Whatever the pieces, together
-they are the text up to the first stop string, without it.
+they are the text before the stop string that is complete first.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,9 @@ class TextOutput:
 
     def _release(self, last: bool) -> str:
         """The text that surely comes before any stop string."""
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            at, self.stopped_by = min(found)
+            _, at, self.stopped_by = min(found)
             text, self._held = self._held[:at], ""
             return text
         keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)

@@ -20,6 +20,10 @@ from ..memory.sequence import Sequence
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
+# A temperature below this would divide logits to infinity: it is as good as 0.
+COLD = 1e-4
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen. Temperature 0 takes the likeliest; a seed makes the choice repeatable."""
@@ -45,6 +49,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise SettingError(f"temperature is {self.temperature}; it must be at least 0")
+        if self.temperature < COLD:
+            object.__setattr__(self, "temperature", 0.0)
         if not 0 < self.top_p <= 1:
             raise SettingError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:

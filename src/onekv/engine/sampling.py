@@ -95,7 +95,8 @@ def _adjust(logits: mx.array, requests: list[Request]) -> mx.array:
         for token, bias in rule.logit_bias:
             added[row, token] += bias
         if request.constraint is not None:
-            allowed = request.constraint.allowed()
+            # A tokenizer may know more ids than the model has logits.
+            allowed = request.constraint.allowed()[:vocabulary]
             added[row, : len(allowed)][~allowed] = -np.inf
             added[row, len(allowed) :] = -np.inf
     scale = mx.array(factor)

@@ -158,8 +158,21 @@ class EngineThread:
                 self._expire(engine)
                 self._step(engine)
         finally:
+            # Whatever ended it: nobody may wait for it any more.
+            with self._lock:
+                self._stopping = True
             engine.close()
             self._report(list(self._jobs))
+            self._refuse_rest(engine)
+
+    def _refuse_rest(self, engine: Engine) -> None:
+        """Orders that came too late are still carried out, on an engine that is closed: jobs end as cancelled."""
+        while not self._orders.empty():
+            order = self._orders.get()
+            if order is not None:
+                order(engine)
+        engine.close()
+        self._report(list(self._jobs))
 
     def _take_orders(self, engine: Engine) -> bool:
         """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""

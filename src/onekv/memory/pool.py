@@ -203,6 +203,17 @@ class Pool:
                 arrays.v[:, slots] = values.pop(0)
         mx.eval([(arrays.k, arrays.v) for arrays in filled])
 
+    def erase(self, blocks: list[int]) -> None:
+        """Write zeros into those of `blocks` that are free."""
+        for block in blocks:
+            if self.references[block] or self.cached[block]:
+                continue
+            slots = slice(block * self.block_size, (block + 1) * self.block_size)
+            for arrays in self.layers:
+                for array in (arrays.k, arrays.v):
+                    if array.size:
+                        array[:, slots] = 0
+
     def _gather(self, array: mx.array, block: int) -> mx.array:
         heads, _, dim = array.shape
         rows = mx.arange(heads) * self.blocks + block

@@ -1,12 +1,13 @@
 """For those who run the server: /health, /metrics, /admin/cache."""
 
 import asyncio
+import gc
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
@@ -16,7 +17,7 @@ from ..llm import LLM, PoolStats, Stats
 from ..prefix.figures import NEVER_SEEN, OTHER_SALT
 from .backend import Backend
 from .chat import ChatCall
-from .errors import BadRequestError
+from .errors import BadRequestError, ForbiddenError
 from .metrics import pool_owners
 from .openai.schema import Body, Message, Tool
 from .prompt import render
@@ -25,6 +26,15 @@ from .prompt import render
 SCRAPE_S = 2.0
 
 router = APIRouter()
+
+
+def administrator(request: Request) -> None:
+    """What is about all keys is for the first one alone."""
+    if not request.state.administrator:
+        raise ForbiddenError("this is for the first of the server's API keys")
+
+
+ADMINISTRATOR = [Depends(administrator)]
 
 
 @router.get("/health")
@@ -39,7 +49,7 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if alive else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", dependencies=ADMINISTRATOR)
 async def metrics(request: Request) -> Response:
     """In Prometheus' text format. The gauges are of the last scrape if the engine is in the midst of a long step."""
     backend: Backend = request.app.state.backend
@@ -50,7 +60,7 @@ async def metrics(request: Request) -> Response:
     return Response(backend.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/admin/cache")
+@router.get("/admin/cache", dependencies=ADMINISTRATOR)
 async def cache(request: Request) -> dict[str, Any]:
     """What memory holds now, in bytes by owner, and what the prefix cache did so far."""
     backend: Backend = request.app.state.backend
@@ -68,7 +78,7 @@ def _pool(pool: PoolStats) -> dict[str, Any]:
     return {**asdict(pool), "bytes": {**owners, "total": pool.blocks * pool.block_bytes}}
 
 
-@router.delete("/admin/cache")
+@router.delete("/admin/cache", dependencies=ADMINISTRATOR)
 async def clear(request: Request) -> dict[str, int]:
     """Forget what no running request uses and nobody has pinned, of all keys; answers how much that freed."""
     backend: Backend = request.app.state.backend
@@ -82,6 +92,19 @@ def _clear(llm: LLM) -> dict[str, int]:
     freed = [pool.free - before for pool, before in zip(pools, free, strict=True)]
     size = sum(blocks * pool.block_bytes for pool, blocks in zip(pools, freed, strict=True))
     return {"freed_blocks": sum(freed), "freed_bytes": size}
+
+
+@router.get("/admin/integrity", dependencies=ADMINISTRATOR)
+async def integrity(request: Request) -> dict[str, Any]:
+    """Count every block and every reference; an error if anything does not add up."""
+    backend: Backend = request.app.state.backend
+
+    def check(llm: LLM) -> int:
+        llm.check_integrity()
+        gc.collect()
+        return len(gc.get_objects())
+
+    return {"ok": True, "objects": await backend.call(check)}
 
 
 class ProbeBody(Body):

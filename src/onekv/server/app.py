@@ -1,8 +1,9 @@
 """The application: routes behind the guard, and every failure in the format of the API it happened in."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -63,9 +64,30 @@ async def _known(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    what = "the body is not valid JSON" if first["type"] == "json_invalid" else first["msg"]
-    return error_response(request.url.path, BadRequestError(what, ".".join(place) or None))
+    if first["type"] == "json_invalid":
+        return error_response(request.url.path, BadRequestError("the body is not valid JSON"))
+    field = ".".join(_place(error.body, first["loc"]))
+    # Half a character cannot be sent back.
+    return error_response(request.url.path, BadRequestError(_sendable(first["msg"]), _sendable(field) or None))
+
+
+def _place(body: Any, location: Sequence[int | str]) -> list[str]:
+    """Where in `body` an error is, without the names that pydantic adds for the variants it tried."""
+    place: list[str] = []
+    for index, part in enumerate(location):
+        last = index == len(location) - 1
+        if isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        elif isinstance(body, dict) and (part in body or last):
+            body = body.get(part)
+        else:
+            continue
+        place.append(str(part))
+    return place
+
+
+def _sendable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 async def _http(request: Request, error: Exception) -> Response:

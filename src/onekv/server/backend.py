@@ -34,6 +34,8 @@ class Prompt:
     top_logprobs: int | None = None
     constraint: Constraint | None = None
     salt: str = ""
+    # Where there is room for less than `max_tokens`, take what there is.
+    clamp: bool = False
 
 
 class Generation(AsyncIterator[Piece]):
@@ -95,9 +97,11 @@ class Backend:
             limits.append(self.llm.context)
         return min(limits)
 
-    def max_tokens(self, prompt: int, wanted: int | None) -> int:
+    def max_tokens(self, prompt: int, wanted: int | None, clamp: bool = False) -> int:
         """Tokens to generate at most after `prompt` tokens. Raises TooLongError with the numbers."""
         room = self.longest - prompt + 1
+        if clamp and wanted is not None:
+            wanted = min(wanted, max(1, room))
         if room < 1 or (wanted is not None and wanted > room):
             asked = f" and max_tokens is {wanted}" if wanted is not None else ""
             raise TooLongError(
@@ -111,12 +115,13 @@ class Backend:
     async def generate(self, prompts: list[Prompt]) -> AsyncIterator[list[Generation]]:
         """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
         loop = asyncio.get_running_loop()
-        generations, jobs = [], []
-        for prompt in prompts:
-            generation = Generation()
-            generations.append(generation)
-            jobs.append(self._job(prompt, generation, loop))
-        self.thread.submit(jobs)
+        generations = [Generation() for _ in prompts]
+        try:
+            jobs = [self._job(p, generation, loop) for p, generation in zip(prompts, generations, strict=True)]
+            self.thread.submit(jobs)
+        except OneKVError as error:
+            self.metrics.refused(error)
+            raise
         try:
             yield generations
         finally:
@@ -127,7 +132,7 @@ class Backend:
     def _job(self, prompt: Prompt, generation: Generation, loop: asyncio.AbstractEventLoop) -> Job:
         request = Request(
             prompt.tokens,
-            self.max_tokens(len(prompt.tokens), prompt.max_tokens),
+            self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp),
             prompt.sampling,
             salt=prompt.salt,
             top_logprobs=prompt.top_logprobs,

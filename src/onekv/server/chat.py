@@ -42,6 +42,8 @@ class ChatCall:
     # Whether a thinking model should think; None leaves it to the template.
     thinking: bool | None = None
     max_tokens: int | None = None
+    # Where there is room for less than `max_tokens`, take what there is.
+    clamp: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     stops: tuple[str, ...] = ()
     top_logprobs: int | None = None
@@ -77,7 +79,8 @@ class Choice(AsyncIterator[Part]):
     end: End
     finish_reason: Literal["stop", "length", "tool_calls"]
 
-    def __init__(self, generation: Generation, splitter: Splitter, stop_tokens: set[int]) -> None:
+    def __init__(self, generation: Generation, splitter: Splitter, stop_tokens: set[int], prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
         self._generation, self._splitter, self._stop_tokens = generation, splitter, stop_tokens
         self._parts: deque[Part] = deque()
         # Tokens whose text has not come yet, with their log probabilities if those were asked for.
@@ -141,13 +144,15 @@ async def open_chat(backend: Backend, call: ChatCall, stack: AsyncExitStack) -> 
             call.top_logprobs,
             constraint,
             call.salt,
+            call.clamp,
         )
         for index, constraint in enumerate(constraints)
     ]
     generations = await stack.enter_async_context(backend.generate(prompts))
     form = text_format(backend.tokenizer, call)
     return [
-        Choice(generation, Splitter(form, rendered.thinking), backend.llm.stop_tokens) for generation in generations
+        Choice(generation, Splitter(form, rendered.thinking), backend.llm.stop_tokens, len(rendered.tokens))
+        for generation in generations
     ]
 
 

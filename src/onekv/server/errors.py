@@ -26,6 +26,12 @@ class UnauthorizedError(OneKVError):
     status = 401
 
 
+class ForbiddenError(OneKVError):
+    """The key is known, but it is not the administrator's."""
+
+    status = 403
+
+
 class NotFoundError(OneKVError):
     """No such model, response or path."""
 
@@ -39,7 +45,7 @@ class TooLargeError(OneKVError):
 
 
 def status_of(error: OneKVError) -> int:
-    if isinstance(error, BadRequestError | UnauthorizedError | NotFoundError | TooLargeError):
+    if isinstance(error, BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError):
         return error.status
     if isinstance(error, TooLongError):
         return 413
@@ -62,9 +68,16 @@ def headers_of(error: OneKVError) -> dict[str, str]:
     return {}
 
 
-_OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+_OPENAI_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "server_error",
+}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -37,6 +37,7 @@ class Guard:
     def __init__(self, app: ASGIApp, keys: list[str], max_body: int, origins: list[str]) -> None:
         self._app, self._max_body, self._origins = app, max_body, origins
         self._keys = [key.encode() for key in keys]
+        self._salts = [hashlib.sha256(key).hexdigest()[:32] for key in self._keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,7 +46,10 @@ class Guard:
         headers = Headers(scope=scope)
         try:
             self._check_origin(scope, headers)
-            scope.setdefault("state", {})["salt"] = self._salt(scope["path"], headers)
+            key = self._key(scope["path"], headers)
+            # The first key is that of whoever runs the server.
+            state = {"salt": self._salts[key] if self._keys else "", "administrator": key == 0}
+            scope.setdefault("state", {}).update(state)
             body = await self._read(headers, receive)
         except OneKVError as error:
             await error_response(scope["path"], error)(scope, receive, send)
@@ -59,10 +63,10 @@ class Guard:
         if origin != f"{scope['scheme']}://{headers.get('host')}":
             raise UnauthorizedError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
 
-    def _salt(self, path: str, headers: Headers) -> str:
-        """The cache salt of the request's key. Raises UnauthorizedError if it has no key that is known."""
+    def _key(self, path: str, headers: Headers) -> int:
+        """Which key the request has. Raises UnauthorizedError if it has none that is known."""
         if not self._keys or path in OPEN_PATHS:
-            return ""
+            return 0
         given = headers.get("x-api-key", "").encode()
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if not given and scheme.lower() == "bearer":
@@ -73,7 +77,7 @@ class Guard:
         known = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(known):
             raise UnauthorizedError("the API key is not one of this server's")
-        return hashlib.sha256(given).hexdigest()[:32]
+        return known.index(True)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         length = headers.get("content-length", "0")

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 import socket
 import sys
 from typing import Any
@@ -37,6 +38,9 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
         timeout_graceful_shutdown=settings.grace,
         log_config=None,
     )
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        # Uvicorn handles them, and when it has shut down raises them again for whoever was there before.
+        signal.signal(stop, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE_S = 5.0
 Result = TypeVar("Result")
@@ -30,14 +31,19 @@ def sse(data: Mapping[str, Any] | str, event: str | None = None) -> str:
 
 def stream(events: AsyncIterator[str], stack: AsyncExitStack) -> StreamingResponse:
     """Send `events`; `stack`, with the generation they come from, is closed when the last was sent or nobody reads."""
+    return _EventStream(_with_keep_alive(events), stack)
 
-    async def body() -> AsyncIterator[str]:
-        async with stack:
-            async for event in _with_keep_alive(events):
-                yield event
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+class _EventStream(StreamingResponse):
+    def __init__(self, events: AsyncIterator[str], stack: AsyncExitStack) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Here and not around the events: they may never be asked for.
+        async with self._stack:
+            await super().__call__(scope, receive, send)
 
 
 async def _with_keep_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -49,12 +49,12 @@ def prompt_call(body: CountBody, salt: str) -> ChatCall:
 
 
 def full_call(body: MessagesBody, salt: str) -> ChatCall:
-    # A temperature close to 0 would divide logits to infinity.
-    temperature = round(body.temperature, 4)
     return replace(
         prompt_call(body, salt),
         max_tokens=body.max_tokens,
-        sampling=Sampling(temperature=temperature, top_p=body.top_p, top_k=body.top_k),
+        # It must be given, so agents give the most that the model they know can do.
+        clamp=True,
+        sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         stops=tuple(body.stop_sequences),
     )
 

@@ -84,7 +84,8 @@ class Answer:
         return {**self._message(), "content": content, **self._stop(choice), "usage": _usage(choice.end)}
 
     async def events(self, choice: Choice) -> AsyncIterator[str]:
-        yield _event("message_start", message=self._message())
+        start = {**_usage(None), "input_tokens": choice.prompt_tokens}
+        yield _event("message_start", message={**self._message(), "usage": start})
         index, kind = -1, None
         try:
             async for part in self._parts(choice):

@@ -10,8 +10,6 @@ from ..errors import BadRequestError
 
 MAX_STOPS = 16
 MAX_GENERATIONS = 128
-# Below this a temperature divides logits to infinity; it is as good as none.
-_COLD = 1e-4
 
 
 def _whole(text: str) -> str:
@@ -195,9 +193,8 @@ class GenerateBody(Body):
 
     def sampling(self, vocabulary: int) -> Sampling:
         """Raises BadRequestError for a bias on what is no token of the model's."""
-        temperature = 1.0 if self.temperature is None else self.temperature
         return Sampling(
-            temperature=0.0 if temperature < _COLD else temperature,
+            temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
             min_p=self.min_p or 0.0,

@@ -1,0 +1,220 @@
+"""What the benchmarks of servers share: server processes, requests to them, texts of a given length, percentiles.
+
+Nothing here imports MLX; the HTTP library is imported when it is first used.
+"""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+from ..errors import OneKVError, SettingError
+
+if TYPE_CHECKING:
+    import httpx2
+
+START_S = 300.0
+STOP_S = 30.0
+LOCAL = "127.0.0.1"
+KEYS = ("first-key-of-the-bench", "second-key-of-the-bench")
+
+_NOUNS = (
+    "river garden engine letter window market forest teacher signal bridge island kitchen paper doctor winter".split()
+)
+_VERBS = "opens follows carries watches repairs answers moves finds keeps draws leaves brings".split()
+_ADJECTIVES = "old quiet green early narrow bright heavy small distant careful open cold".split()
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server that listens. `model` is what requests to it must name, `log` what it has written so far."""
+
+    url: str
+    model: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {KEYS[0]}"}
+
+    def resident(self, figure: str = "VmHWM") -> int | None:
+        """Bytes of the process in memory, at most so far (VmHWM) or now (VmRSS); None where the system does not say."""
+        status = Path(f"/proc/{self.process.pid}/status")
+        found = re.search(rf"{figure}:\s+(\d+) kB", status.read_text()) if status.exists() else None
+        return int(found[1]) * 1024 if found else None
+
+    def get(self, path: str) -> Any:
+        """The JSON at `path`. Raises OneKVError if it is not to be had."""
+        answer = http().get(self.url + path, headers=self.headers, timeout=120)
+        if answer.status_code != 200:
+            raise OneKVError(f"GET {path} of the server answered {answer.status_code}: {answer.text[:500]}")
+        return answer.json()
+
+
+def http() -> ModuleType:
+    try:
+        import httpx2
+    except ModuleNotFoundError:
+        raise SettingError("this benchmark needs httpx2; install it with: pip install httpx2") from None
+    return httpx2
+
+
+@contextmanager
+def onekv_server(model: str, *flags: str) -> Iterator[ServerProcess]:
+    """`onekv serve` on a free port, with `KEYS`."""
+    command = [sys.executable, "-m", "onekv", "serve", model, "--port", "0", *flags]
+    with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
+        found = _wait_for(process, log, lambda: re.search(r"(\S+) is served on (http://\S+)\.\s", log.read_text()))
+        yield ServerProcess(found[2], found[1], process, log)
+
+
+@contextmanager
+def mlx_lm_server(entry: str, *arguments: str) -> Iterator[ServerProcess]:
+    """mlx_lm.server on a free port, started by the Python text `entry` with `arguments`; its model is the default."""
+    with socket.socket() as free:
+        free.bind((LOCAL, 0))
+        port = free.getsockname()[1]
+    url = f"http://{LOCAL}:{port}"
+    with _running([sys.executable, "-c", entry, *arguments, "--port", str(port)], {}) as (process, log):
+        _wait_for(process, log, lambda: _healthy(url))
+        yield ServerProcess(url, "default_model", process, log)
+
+
+def _healthy(url: str) -> bool:
+    library = http()
+    try:
+        return bool(library.get(f"{url}/health", timeout=5).status_code == 200)
+    except library.TransportError:
+        return False
+
+
+@contextmanager
+def _running(command: list[str], variables: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """A process that is gone when the block is left, however it is left."""
+    # What the caller has set for its own servers is not for this one.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ONEKV_")}
+    kept |= {name: os.environ[name] for name in ("ONEKV_CACHE_DIR",) if name in os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output)
+        try:
+            yield process, log
+        finally:
+            _stop(process)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Any) -> Any:
+    """What `ready` gives as soon as it gives something. Raises OneKVError if the process ends or takes too long."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := ready():
+            return found
+        time.sleep(0.1)
+    raise OneKVError(f"a server did not start: {' '.join(process.args[:6])} ...\n{log.read_text()[-2000:]}")  # type: ignore[index, arg-type]
+
+
+# Requests
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A streamed answer, with seconds from the request to its first text and to its end."""
+
+    text: str
+    prompt_tokens: int
+    generated: int
+    first: float
+    total: float
+
+
+async def chat(
+    client: "httpx2.AsyncClient", server: ServerProcess, messages: list[dict[str, str]], max_tokens: int
+) -> Answer:
+    """The greedy answer to `messages`, streamed. Raises OneKVError if the server refuses or fails."""
+    body = {
+        "model": server.model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text: list[str] = []
+    usage: dict[str, Any] = {}
+    begin = time.perf_counter()
+    first = None
+    async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body, headers=server.headers) as answer:
+        if answer.status_code != 200:
+            reason = (await answer.aread()).decode(errors="replace")
+            raise OneKVError(f"{server.url} answered {answer.status_code}: {reason[:500]}")
+        async for event in events(answer):
+            if "error" in event:
+                raise OneKVError(f"{server.url} failed: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                piece = choice.get("delta", {}).get("content")
+                if piece:
+                    first = first or time.perf_counter() - begin
+                    text.append(piece)
+    total = time.perf_counter() - begin
+    if not usage:
+        raise OneKVError(f"{server.url} ended its answer early; its log ends with: {server.log.read_text()[-1000:]}")
+    return Answer("".join(text), usage["prompt_tokens"], usage["completion_tokens"], first or total, total)
+
+
+async def events(answer: "httpx2.Response") -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events; the last of OpenAI's, which is none, is left out."""
+    async for line in answer.aiter_lines():
+        if line.startswith("data:") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data:"))
+
+
+# Texts and figures
+
+
+def words(random_: random.Random, tokens: int) -> str:
+    """English sentences of about `tokens` tokens; the same for the same state of `random_`."""
+    text: list[str] = []
+    while len(text) < tokens:
+        first, second = random_.choice(_ADJECTIVES), random_.choice(_ADJECTIVES)
+        sentence = ["The", first, random_.choice(_NOUNS), random_.choice(_VERBS), "the", second, random_.choice(_NOUNS)]
+        # The full stop is a token too.
+        text += [*sentence[:-1], f"{sentence[-1]}.", ""]
+    return " ".join(word for word in text[:tokens] if word)
+
+
+def percentile(values: list[float], part: float) -> float:
+    """The smallest of `values` that `part` of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-len(ordered) * part // 1) - 1))]
+
+
+def write_json(path: str, figures: dict[str, Any]) -> None:
+    with _open(path) as file:
+        file.write(json.dumps(figures, indent=2) + "\n")
+
+
+def _open(path: str) -> IO[str]:
+    return Path(path).open("w")
