@@ -4,6 +4,7 @@ Nothing here imports MLX; the HTTP library is imported when it is first used.
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -12,12 +13,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import OneKVError, SettingError
 
@@ -29,11 +30,9 @@ STOP_S = 30.0
 LOCAL = "127.0.0.1"
 KEYS = ("first-key-of-the-bench", "second-key-of-the-bench")
 
-_NOUNS = (
-    "river garden engine letter window market forest teacher signal bridge island kitchen paper doctor winter".split()
-)
-_VERBS = "opens follows carries watches repairs answers moves finds keeps draws leaves brings".split()
-_ADJECTIVES = "old quiet green early narrow bright heavy small distant careful open cold".split()
+_NOUNS = ("river", "garden", "engine", "letter", "window", "market", "forest", "teacher", "signal", "bridge", "paper")
+_VERBS = ("opens", "follows", "carries", "watches", "answers", "moves", "finds", "keeps", "draws", "leaves", "brings")
+_ADJECTIVES = ("old", "quiet", "green", "early", "narrow", "bright", "heavy", "small", "distant", "careful", "cold")
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,14 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Any) -> Any:
+def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Callable[[], Any]) -> Any:
     """What `ready` gives as soon as it gives something. Raises OneKVError if the process ends or takes too long."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         if found := ready():
             return found
         time.sleep(0.1)
-    raise OneKVError(f"a server did not start: {' '.join(process.args[:6])} ...\n{log.read_text()[-2000:]}")  # type: ignore[index, arg-type]
+    raise OneKVError(f"a server did not start; it said:\n{log.read_text()[-2000:]}")
 
 
 # Requests
@@ -206,15 +205,5 @@ def words(random_: random.Random, tokens: int) -> str:
 
 
 def percentile(values: list[float], part: float) -> float:
-    """The smallest of `values` that `part` of them do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-len(ordered) * part // 1) - 1))]
-
-
-def write_json(path: str, figures: dict[str, Any]) -> None:
-    with _open(path) as file:
-        file.write(json.dumps(figures, indent=2) + "\n")
-
-
-def _open(path: str) -> IO[str]:
-    return Path(path).open("w")
+    """The smallest of `values` that at least `part` of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * part) - 1)]

@@ -1,10 +1,11 @@
-"""Decode attention over the pool as two CUDA kernels: each block of a sequence is read once, where it lies.
+"""Decode attention over the pool as a CUDA kernel: each block of a sequence is read once, where it lies.
 
-    split   one thread block per (row, KV head, split); a split is a range of the row's blocks
-    merge   one thread per output element; joins the splits of a row, and the sink
+One thread block per (row, KV head, split); a split is a range of the row's blocks. The one that ends last of a row and
+head joins the splits, and the sink. `counters` tells which that is: zeros, which the last one leaves as it found them;
+all calls share it, because on the one stream there is they run one after the other.
 
 It does what `attention.paged_decode` does, for the shapes that `supported` names, in fewer operations for the host to
-start and close to the speed of memory (figures in benchmarks/). In `split` each of four warps takes 16 tokens at a time
+start and close to the speed of memory (figures in benchmarks/). Each of four warps takes 16 tokens at a time
 through the tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then
 weights * V, with a running maximum and sum per query head. How a dimension maps to a lane is free as long as both sides
 of a product agree, so every lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first:
@@ -21,8 +22,8 @@ from .pairs import Grid
 from .pool import LayerArrays
 
 THREADS = 128
-# Thread blocks to start: six for each of the 132 multiprocessors of the chip this was measured on.
-THREAD_BLOCKS = 792
+# Thread blocks to start: three for each of the 132 multiprocessors of the chip this was measured on.
+THREAD_BLOCKS = 396
 # A split is of at least so many tokens.
 LEAST = 256
 
@@ -58,17 +59,23 @@ template <> __device__ inline uint32_t pack<__half>(float x, float y) {
 }
 """
 
-SPLIT = """
+SOURCE = """
   constexpr int C = D / 32, HV = DV / 64, TILES = BS / 16;
   const float none = __int_as_float(0xff800000);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, t = lane & 3;
   const int head = blockIdx.y, row = blockIdx.z, part = blockIdx.x;
-  const int n = sizes[0], per = sizes[1], splits = sizes[2], window = sizes[3], keep = sizes[4];
+  const int n = blocks[0], per = blocks[1], splits = blocks[2], window = blocks[3], keep = blocks[4];
+  const int rows = blocks[5];
+  const int* ids = blocks + 6 + row * n;
+  const int* base = ids + rows * n;
   T* keys = const_cast<T*>(k);
   T* values = const_cast<T*>(v);
   const int first = part * per, tiles = min(per, n - first) * TILES;
   const int query = lengths[row];
+  float* parts = scratch;
+  float* tops = parts + (int64_t)rows * H * G * splits * DV;
+  float* sums = tops + (int64_t)rows * H * G * splits;
   const float factor = SCALE * 1.4426950408889634f;
 
   // Query heads g and g + 8; words 2s and 2s + 1 of a chunk of 32 dimensions are this lane's part of product s.
@@ -95,7 +102,7 @@ SPLIT = """
       for (int i = 0; i < 4; i++) acc[h][j][i] = 0;
 
   for (int tile = warp; tile < tiles; tile += 4) {
-    const int pair = row * n + first + tile / TILES;
+    const int pair = first + tile / TILES;
     const int start = base[pair] + tile % TILES * 16;
     if (start > query || (start + 15 <= query - window && start >= keep)) continue;
     const int64_t slot = (int64_t)head * SLOTS + (int64_t)ids[pair] * BS + tile % TILES * 16;
@@ -209,64 +216,80 @@ SPLIT = """
   __syncthreads();
   for (int index = threadIdx.x; index < G * DV; index += 128) {
     const int head_of = index / DV, d = index % DV;
-    float highest = none, total = 0, out = 0;
+    float highest = none, total = 0, joined = 0;
     for (int w = 0; w < 4; w++) highest = max(highest, shared_top[w][head_of]);
     for (int w = 0; w < 4; w++) {
       const float shrink = shared_top[w][head_of] == none ? 0.0f : exp2f(shared_top[w][head_of] - highest);
       total += shared_sum[w][head_of] * shrink;
-      out += shared_acc[w][head_of][d] * shrink;
+      joined += shared_acc[w][head_of][d] * shrink;
     }
     const int64_t place = ((int64_t)(row * H + head) * G + head_of) * splits + part;
-    parts[place * DV + d] = out;
+    parts[place * DV + d] = joined;
     if (d == 0) {
       tops[place] = highest;
       sums[place] = total;
     }
   }
-"""
 
-MERGE = """
-  const int d = threadIdx.x, query = blockIdx.y, splits = sizes[2];
-  const float none = __int_as_float(0xff800000);
-  const float sink = SINKS ? float(sinks[query % HEADS]) * 1.4426950408889634f : none;
-  float highest = sink;
-  for (int s = 0; s < splits; s++) highest = max(highest, tops[query * splits + s]);
-  float total = SINKS ? exp2f(sink - highest) : 0.0f, result = 0;
-  for (int s = 0; s < splits; s++) {
-    const int64_t place = (int64_t)query * splits + s;
-    const float shrink = tops[place] == none ? 0.0f : exp2f(tops[place] - highest);
-    total += sums[place] * shrink;
-    result += parts[place * DV + d] * shrink;
+  __threadfence();
+  __syncthreads();
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    int* counter = const_cast<int*>(counters) + row * H + head;
+    last = atomicAdd(counter, 1) == splits - 1;
+    if (last) *counter = 0;
   }
-  out[(int64_t)query * DV + d] = T(result / total);
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+  for (int index = threadIdx.x; index < G * DV / 4; index += 128) {
+    const int head_of = index / (DV / 4), d = index % (DV / 4) * 4, query_head = head * G + head_of;
+    const int64_t place = ((int64_t)row * H * G + query_head) * splits;
+    const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
+    float highest = sink;
+    for (int s = 0; s < splits; s++) highest = max(highest, __ldcg(tops + place + s));
+    float total = SINKS ? exp2f(sink - highest) : 0.0f;
+    float4 result = make_float4(0, 0, 0, 0);
+    #pragma unroll 4
+    for (int s = 0; s < splits; s++) {
+      const float top_of = __ldcg(tops + place + s);
+      const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + (place + s) * DV + d));
+      total += __ldcg(sums + place + s) * shrink;
+      result.x += x.x * shrink;
+      result.y += x.y * shrink;
+      result.z += x.z * shrink;
+      result.w += x.w * shrink;
+    }
+    T* to = out + ((int64_t)row * H * G + query_head) * DV + d;
+    to[0] = T(result.x / total);
+    to[1] = T(result.y / total);
+    to[2] = T(result.z / total);
+    to[3] = T(result.w / total);
+  }
 """
 
-
-NAMES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float"}
+NAMES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 Constants = tuple[tuple[str, int | float | bool], ...]
 
 
 @cache
-def _split(dtype: mx.Dtype, constants: Constants) -> Any:
-    """A kernel of its own for every shape: to MLX's template arguments a string is made anew for every call."""
+def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
+    """One for every shape: with MLX's template arguments the whole source would be made anew for every call."""
     return mx.fast.cuda_kernel(
-        name=f"onekv_split_{_kernel_name(dtype, constants)}",
-        input_names=["q", "k", "v", "new_k", "new_v", "ids", "base", "lengths", "sizes"],
-        output_names=["parts", "tops", "sums"],
+        name=f"onekv_decode_{_kernel_name(dtype, constants)}",
+        input_names=["q", "k", "v", "new_k", "new_v", "blocks", "lengths", "counters", "sinks"],
+        output_names=["out", "scratch"],
         header=HEADER + _define(dtype, constants),
-        source=SPLIT,
+        source=SOURCE,
     )
 
 
 @cache
-def _merge(dtype: mx.Dtype, constants: Constants) -> Any:
-    return mx.fast.cuda_kernel(
-        name=f"onekv_merge_{_kernel_name(dtype, constants)}",
-        input_names=["parts", "tops", "sums", "sizes", "sinks"],
-        output_names=["out"],
-        header=_define(dtype, constants),
-        source=MERGE,
-    )
+def _counters(count: int) -> mx.array:
+    counters = mx.zeros(count, mx.int32)
+    mx.eval(counters)
+    return counters
 
 
 def _kernel_name(dtype: mx.Dtype, constants: Constants) -> str:
@@ -305,33 +328,38 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    sizes, splits = grid.splits(heads, reach, THREAD_BLOCKS, LEAST)
-    shape: Constants = (("H", heads), ("G", shared), ("D", k_dim), ("DV", v_dim), ("BS", grid.block_size))
-    split = _split(dtype, (*shape, ("SLOTS", slots), ("SCALE", float(scale)), ("NEW", new is not None)))
+    blocks, splits = grid.split(heads, reach, THREAD_BLOCKS, LEAST)
+    kernel = _kernel(
+        dtype,
+        (
+            ("H", heads),
+            ("G", shared),
+            ("D", k_dim),
+            ("DV", v_dim),
+            ("BS", grid.block_size),
+            ("SLOTS", slots),
+            ("SCALE", float(scale)),
+            ("NEW", new is not None),
+            ("SINKS", sinks is not None),
+        ),
+    )
     new_k, new_v = new if new is not None else (queries, queries)
-    parts, tops, sums = split(
+    counters = _counters(rows * heads)
+    out: mx.array = kernel(
         inputs=[
             queries.astype(dtype),
             arrays.k,
             arrays.v,
             new_k.astype(dtype),
             new_v.astype(dtype),
-            grid.ids,
-            grid.base,
+            blocks,
             lengths,
-            sizes,
+            counters,
+            counters if sinks is None else sinks,
         ],
         grid=(splits * THREADS, heads, rows),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(rows, query_heads, splits, v_dim), (rows, query_heads, splits), (rows, query_heads, splits)],
-        output_dtypes=[mx.float32] * 3,
-    )
-    merge = _merge(queries.dtype, (("HEADS", query_heads), ("DV", v_dim), ("SINKS", sinks is not None)))
-    out: mx.array = merge(
-        inputs=[parts, tops, sums, sizes, tops if sinks is None else sinks],
-        grid=(v_dim, rows * query_heads, 1),
-        threadgroup=(v_dim, 1, 1),
-        output_shapes=[(rows, query_heads, 1, v_dim)],
-        output_dtypes=[queries.dtype],
+        output_shapes=[(rows, query_heads, 1, v_dim), (rows * query_heads * splits * (v_dim + 2),)],
+        output_dtypes=[dtype, mx.float32],
     )[0]
-    return out
+    return out.astype(queries.dtype)

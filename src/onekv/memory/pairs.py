@@ -91,16 +91,17 @@ class Grid:
             self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
 
-    def splits(self, heads: int, reach: tuple[int, int], wanted: int, least: int) -> tuple[mx.array, int]:
-        """For the CUDA kernels: [n, blocks per split, splits, *reach], and how many splits there are.
+    def split(self, heads: int, reach: tuple[int, int], wanted: int, least: int) -> tuple[mx.array, int]:
+        """For the CUDA kernel: [n, blocks per split, splits, *reach, rows, *ids, *base], and how many splits there are.
 
         There are about `wanted` pieces of work, but none of fewer than `least` tokens.
         """
         if (heads, reach) not in self._splits:
             rows, n = self._ids.shape
             per = max(-(-n * rows * heads // wanted), least // self.block_size, 1)
-            sizes = [n, per, -(-n // per), *reach]
-            self._splits[heads, reach] = (mx.array(sizes, mx.int32), sizes[2])
+            sizes = [n, per, -(-n // per), *reach, rows]
+            blocks = np.concatenate((sizes, self._ids.reshape(-1), self._base.reshape(-1))).astype(np.int32)
+            self._splits[heads, reach] = (mx.array(blocks), sizes[2])
         return self._splits[heads, reach]
 
 
