@@ -288,18 +288,25 @@ def test_errors_are_the_clients_own(server: Any, client: anthropic.Anthropic) ->
     stranger = anthropic.Anthropic(base_url=server.url, api_key="nobody's key", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError):
         ask(stranger, "Hi")
+    too_long = "word " * 30_000
     with pytest.raises(anthropic.APIStatusError) as caught:
-        ask(client, "Hi", max_tokens=100_000, timeout=60)
+        ask(client, too_long, timeout=60)
     assert caught.value.status_code == 413
-    assert "100000" in str(caught.value)
+    assert "--kv-memory" in str(caught.value)
     with (
         pytest.raises(anthropic.APIStatusError) as caught,
         client.messages.stream(
-            model="default", max_tokens=100_000, messages=[{"role": "user", "content": "Hi"}], timeout=60
+            model="default", max_tokens=10, messages=[{"role": "user", "content": too_long}], timeout=60
         ) as stream,
     ):
         stream.get_final_message()
     assert caught.value.status_code == 413
+
+
+def test_max_tokens_beyond_the_context_is_as_far_as_it_goes(client: anthropic.Anthropic) -> None:
+    """Agents send what the model they know can do, whatever model answers."""
+    answer = ask(client, "Say yes.", max_tokens=100_000, stop_sequences=["e", "a", "o", "i"], timeout=60)
+    assert answer.usage.output_tokens < 200
 
 
 def test_a_client_that_leaves_frees_the_batch(server: Any, client: anthropic.Anthropic) -> None:

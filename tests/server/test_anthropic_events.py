@@ -22,7 +22,7 @@ def events_of(said: list[Event], one_call: bool = False) -> list[dict[str, Any]]
         for event in said:
             generation.put(event)
         form = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
-        choice = Choice(generation, Splitter(form), set())
+        choice = Choice(generation, Splitter(form), set(), 5)
         return [event async for event in Answer("model", ChatCall([]), one_call).events(choice)]
 
     return [json.loads(event.split("data: ")[1]) for event in asyncio.run(collect())]

@@ -337,7 +337,7 @@ def choice_of(*events: Event, thinking: bool = False) -> Choice:
     generation = Generation()
     for event in events:
         generation.put(event)
-    return Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0})
+    return Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0}, 5)
 
 
 def events_of(*choices: Choice) -> list[dict[str, Any]]:

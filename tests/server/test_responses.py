@@ -205,7 +205,7 @@ def events_of(*events: Event, thinking: bool = False) -> list[dict[str, Any]]:
     generation = Generation()
     for event in events:
         generation.put(event)
-    choice = Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0})
+    choice = Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0}, 5)
     backend: Any = SimpleNamespace(name="m", tokenizer=None)
     answer = ResponseAnswer(backend, ResponsesBody.model_validate({"model": "m", "input": "x"}), choice)
 

@@ -31,7 +31,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        # Uvicorn has given running requests their time already.
+        # Where `serve` runs it, it has been stopped already, with time for what was running.
         await run_in_threadpool(backend.stop, 0)
 
     origins = settings.origins

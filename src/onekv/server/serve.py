@@ -1,5 +1,6 @@
 """`onekv serve`: load, say what there is, listen until told to stop."""
 
+import asyncio
 import json
 import logging
 import signal
@@ -35,13 +36,27 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
         create_app(backend, settings),
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
-        timeout_graceful_shutdown=settings.grace,
+        # The engine ends all requests when the time is over; their answers then still have to be sent.
+        timeout_graceful_shutdown=settings.grace + 10,
         log_config=None,
     )
     for stop in (signal.SIGINT, signal.SIGTERM):
         # Uvicorn handles them, and when it has shut down raises them again for whoever was there before.
         signal.signal(stop, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+    _Server(config, backend, settings.grace).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Stops the engine while connections are still there, so that requests that are cut off are told."""
+
+    def __init__(self, config: uvicorn.Config, backend: Backend, grace: int) -> None:
+        super().__init__(config)
+        self._backend, self._grace = backend, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        stopping = asyncio.create_task(asyncio.to_thread(self._backend.stop, self._grace))
+        await super().shutdown(sockets)
+        await stopping
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
