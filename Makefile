@@ -19,8 +19,9 @@ demo: $(VENV)/installed  ## fetch the default model and hold a three-turn conver
 serve: $(VENV)/installed  ## serve the default model on http://127.0.0.1:8000
 	$(BIN)/onekv serve
 
+# Two processes with one thread each: with more, the threads of both fight for the cores.
 test: $(VENV)/installed  ## run all tests
-	$(BIN)/python -m pytest
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: $(VENV)/installed  ## style and types
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "block_size": ("32", 32, 16),
     "max_batch": ("3", 3, 5),
     "prefill_chunk": ("100", 100, 200),
+    "decode_steps": ("4", 4, 2),
     "max_kv_size": ("1024", 1024, 2048),
     "prefix_cache": ("off", False, True),
     "dtype": ("float16", "float16", "bfloat16"),

@@ -41,6 +41,13 @@ def stop_server(server: Server) -> str:
     return errors
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run in several processes share one server all the same: those of this folder stay together."""
+    for item in items:
+        if "server" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("server"))
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     running = start_server("--kv-memory", "256MiB", "--max-batch", "4")

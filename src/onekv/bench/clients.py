@@ -76,6 +76,7 @@ def onekv_server(model: str, *flags: str) -> Iterator[ServerProcess]:
     command = [sys.executable, "-m", "onekv", "serve", model, "--port", "0", *flags]
     with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
         found = _wait_for(process, log, lambda: re.search(r"(\S+) is served on (http://\S+)\.\s", log.read_text()))
+        _wait_for(process, log, lambda: _healthy(found[2]))
         yield ServerProcess(found[2], found[1], process, log)
 
 

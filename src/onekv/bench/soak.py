@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     import httpx2
 
 KV_MEMORY, MAX_BATCH, BLOCK_SIZE = "96MiB", 8, 16
-CHECK_EVERY, WARM_UP = 200, 200
+CHECK_EVERY = 200
+# Enough that every kind of request was there, and what libraries load or cache for it.
+WARM_UP = (48, 200)
 SETTLE_S = 60.0
 # A request that is told this often to come back later is starved.
 MOST_TRIES = 100
@@ -137,7 +139,8 @@ class _Soak:
 
     async def run(self) -> Report:
         report = self._report
-        await self._drive(min(WARM_UP, max(2 * self._clients, report.requests // 5)))
+        least, most = WARM_UP
+        await self._drive(min(most, max(least, 2 * self._clients, report.requests // 10)))
         report.outcomes.clear()
         self._sent = 0
         before = await self._settle()
