@@ -136,6 +136,19 @@ def _add_bench(commands: Any) -> None:
     _add_bench_decode(benches)
     _add_bench_reuse(benches)
     _add_bench_index(benches)
+    _add_bench_servers(benches)
+
+
+def _add_bench_servers(benches: Any) -> None:
+    # Neither imports MLX.
+    from .bench import serve, soak
+
+    text = "the server beside mlx_lm.server: an agent's trace, and chats at the same time"
+    command = _add_command(benches, "serve", _bench_serve, text, "onekv bench serve --case chats --rounds 2")
+    serve.add_arguments(command)
+    text = "thousands of requests of all kinds at a small server; exits with 1 if anything is not as it was before"
+    command = _add_command(benches, "soak", _bench_soak, text, "onekv bench soak --requests 2000 --clients 32")
+    soak.add_arguments(command)
 
 
 def _add_bench_decode(benches: Any) -> None:
@@ -273,6 +286,20 @@ def _bench_decode(arguments: argparse.Namespace) -> None:
 
     _check_json(arguments)
     run(arguments)
+
+
+def _bench_serve(arguments: argparse.Namespace) -> None:
+    from .bench.serve import run
+
+    _check_json(arguments)
+    run(arguments)
+
+
+def _bench_soak(arguments: argparse.Namespace) -> int:
+    from .bench.soak import run
+
+    _check_json(arguments)
+    return run(arguments)
 
 
 def _check_json(arguments: argparse.Namespace) -> None:

@@ -4,11 +4,12 @@ from onekv.bench.soak import soak
 
 
 def test_soak() -> None:
-    report = soak(requests=48, clients=8, seed=3)
+    report = soak(requests=160, clients=16, seed=3)
     assert report.wrong == []
     outcomes = report.outcomes
-    assert outcomes["200"] > 24
+    assert outcomes["200"] > 80
     assert outcomes["closed"] > 0
     assert sum(outcomes[status] for status in ("400", "401", "404", "413")) > 0
     assert report.tokens > 0
     assert report.hit_rate > 0
+    assert report.evicted_blocks > 0

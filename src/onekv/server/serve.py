@@ -31,6 +31,8 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
         **engine,
     )
     backend.start()
+    # Before anyone is told the address.
+    listener.listen(2048)
     _greet(backend, listener, keys)
     config = uvicorn.Config(
         create_app(backend, settings),
