@@ -307,3 +307,26 @@ def test_a_hit_allocates_no_kv():
     engine.memory.close(sequence)
     assert [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers] == buffers
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_messages_end_with_a_snapshot(name):
+    """Conversations that have the first message in common start there, the first time already."""
+    end = 5
+    model = build(name)
+
+    def message(length, seed):
+        return [*(token if token != end else 6 for token in tokens(length - 1, seed)), end]
+
+    first, question, answer, other = (message(n, seed) for seed, n in enumerate((40, 30, 35, 50)))
+
+    def cached(prompt, engine):
+        engine.stop_tokens = {end}
+        return run(engine, [prompt], 2)[0].cached_tokens
+
+    engine = make_engine(model)
+    assert cached([*first, *question, *answer, *other], engine) == 0
+    assert cached([*first, *other], engine) == 32
+    # Another last message: all of the three before it, but for the part of a block.
+    assert cached([*first, *question, *answer, *message(20, 9)], engine) == 96
+    assert engine.prefix.stats().peak_snapshot_bytes >= engine.prefix.stats().snapshot_bytes > 0

@@ -50,6 +50,7 @@ class PoolStats:
     held: int
     peak_held: int
     idle: int
+    peak_idle: int
     pinned: int
     free: int
     reserved: int
@@ -250,6 +251,7 @@ class LLM:
                 held=pool.held,
                 peak_held=pool.peak_held,
                 idle=pool.idle,
+                peak_idle=pool.peak_idle,
                 pinned=int((pool.pinned & (pool.references == 0)).sum()),
                 free=pool.free,
                 reserved=pool.reserved,

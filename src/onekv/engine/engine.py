@@ -162,7 +162,8 @@ class Engine:
         assert sequence is not None
         start, last = sequence.length, len(request.prompt) - 1
         if start < last:
-            stops = self.prefix.stops(sequence, len(request.prompt)) if self.prefix is not None else []
+            ends = self._message_ends(request.prompt)
+            stops = self.prefix.stops(sequence, len(request.prompt), ends) if self.prefix is not None else []
             count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
             with self.memory.step([sequence], count) as caches:
                 self.model(mx.array(request.prompt[start : start + count])[None], cache=caches)
@@ -175,6 +176,13 @@ class Engine:
             sequence.prefilled()
             self.running.append(request)
             self.prefilling = None
+
+    def _message_ends(self, prompt: list[int]) -> list[int]:
+        """Where later prompts are likely to leave this one: after its first message, often the system's, and before
+        its last. Templates end a message with the token that ends an answer.
+        """
+        ends = [index + 1 for index, token in enumerate(prompt) if token in self.stop_tokens]
+        return sorted({ends[0], ends[max(0, len(ends) - 2)]}) if ends else []
 
     # Decode
 

@@ -60,8 +60,8 @@ class Pool:
             mx.eval(arrays.k, arrays.v)
         self._free = blocks
         self._idle = 0
-        # The most blocks that were held at once.
-        self.peak_held = 0
+        # The most blocks that were held, and that were idle, at once.
+        self.peak_held = self.peak_idle = 0
 
     @property
     def held(self) -> int:
@@ -162,6 +162,7 @@ class Pool:
         self.references[blocks] -= 1
         self._free += int(((self.references[blocks] == 0) & ~self.cached[blocks]).sum())
         self._idle += self._count_idle(blocks)
+        self.peak_idle = max(self.peak_idle, self._idle)
 
     def keep(self, block: int) -> None:
         """The prefix cache keeps a block that a table holds."""

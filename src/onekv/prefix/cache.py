@@ -164,13 +164,14 @@ class PrefixCache:
 
     # What a sequence leaves behind
 
-    def stops(self, sequence: Sequence, prompt: int) -> list[int]:
-        """Lengths at which prefill should pause for a snapshot: where this prompt's block ends, and the junction."""
+    def stops(self, sequence: Sequence, prompt: int, ends: list[int]) -> list[int]:
+        """Lengths at which prefill should pause for a snapshot: where this prompt's last block ends, the junction, and
+        the last blocks of messages, which end at `ends`.
+        """
         if not self._recurrent:
             return []
-        junction = self._chains[sequence].junction
-        last = (prompt - 1) // self._size * self._size
-        return sorted({stop for stop in (junction, last) if stop > sequence.length})
+        wanted = [self._chains[sequence].junction, *(end // self._size * self._size for end in [*ends, prompt - 1])]
+        return sorted({stop for stop in wanted if stop > sequence.length})
 
     def due(self, sequence: Sequence) -> bool:
         """Whether the sequence has filled a block that is not published."""
@@ -420,6 +421,7 @@ class PrefixCache:
             evicted_blocks=figures.evicted_blocks,
             snapshots=len(self.snapshots),
             snapshot_bytes=self.snapshots.nbytes,
+            peak_snapshot_bytes=self.snapshots.peak,
         )
 
     def cached_blocks(self, group: int) -> list[int]:

@@ -23,6 +23,7 @@ class PrefixStats:
     evicted_blocks: int
     snapshots: int
     snapshot_bytes: int
+    peak_snapshot_bytes: int
 
 
 class Figures:

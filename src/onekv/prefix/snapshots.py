@@ -24,6 +24,8 @@ class Snapshots:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
+        # The most bytes that were kept at once.
+        self.peak = 0
         self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
 
     def __len__(self) -> int:
@@ -50,6 +52,7 @@ class Snapshots:
             gone.append(oldest)
         self._kept[key] = snapshot
         self.nbytes += size
+        self.peak = max(self.peak, self.nbytes)
         return gone
 
     def drop(self, key: bytes) -> None:
