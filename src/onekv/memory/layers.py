@@ -7,7 +7,7 @@ is about comes from the current `Step`. They define no `__len__`: mlx-lm would t
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .attention import paged_decode, run_decode
+from .attention import chunk_attention, paged_decode, run_decode
 from .cuda import cuda_decode, supported
 from .hook import Attends, Mask, stock_attention
 from .pairs import Grid
@@ -122,7 +122,10 @@ class PagedLayer(Attends):
         step, arrays = self._step, self._arrays
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
-        if step.count > 1 or not self._paged or step.rule.chunk is not None:
+        if step.count > 1:
+            ours = not self._gpu and step.owns(mask) and sinks is None and queries.dtype == keys.dtype == mx.float32
+            return chunk_attention(queries, keys, values, scale, mask) if ours else None
+        if not self._paged or step.rule.chunk is not None:
             return None
         reach = step.reach(mask) if self._kernels and step.owns(mask) else None
         if reach is not None and queries.shape[1] <= 16 * arrays.k.shape[0]:
