@@ -3,7 +3,8 @@
 The model is saved once in mlx-lm's format, in the dtype that OneKV runs it in, so both sides have the same weights,
 tokenizer and chat template; each must give the same greedy answer to a short prompt before it is measured. Each
 measurement has a fresh server process, so nothing is cached from the one before; the two sides take turns and never run
-at the same time. mlx_lm.server runs unchanged, with its defaults and with OneKV's BLAS. OneKV has a pool of 384 MiB, enough for both cases.
+at the same time. mlx_lm.server runs unchanged, with its defaults and with OneKV's BLAS. OneKV has a pool of 384 MiB,
+which is enough for both cases.
 
     agent    one conversation of many turns: a system prompt of about 1,200 tokens, about 200 tokens of new text a turn,
              30 generated; every turn sends all of the conversation, with the answers that this server gave
