@@ -24,6 +24,9 @@ import mlx.core as mx
 from .pairs import Grid, PairList, Pairs
 from .pool import LayerArrays
 
+# Scores of so many bytes at a time.
+TILE_BYTES = 4 * 2**20
+
 
 def run_decode(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Attention of `queries` [1, query heads, 1, dim] over all of `keys` and `values` [heads, tokens, dim]."""
@@ -39,20 +42,38 @@ def chunk_attention(
     """Attention of a chunk of a prompt, [1, query heads, tokens, dim], on CPU.
 
     `mask` is None, "causal" (the last query reads all keys, the one before it one less, and so on), or an array of
-    what each query reads, [tokens, keys].
+    what each query reads, [tokens, keys]. Done for a few queries at a time: their scores stay in the processor's cache.
     """
-    heads, length, k_dim = keys.shape[1:]
-    tokens = queries.shape[2]
-    q = _scaled(queries, scale).reshape(heads, -1, tokens, k_dim)
-    scores = q @ keys[0][:, None].swapaxes(2, 3)
-    if isinstance(mask, mx.array):
-        scores = mx.where(mask, scores, -mx.inf)
-    elif mask is not None:
-        own = mx.arange(tokens)
-        hidden = mx.where(own[:, None] >= own, mx.array(0.0), -mx.inf)
-        scores[..., length - tokens :] = scores[..., length - tokens :] + hidden
-    out = _weighted(scores, lambda weights: weights @ values[0][:, None])
+    # Squeezed, because `keys[0]` would copy a view of the pool.
+    keys, values = keys.squeeze(0), values.squeeze(0)
+    query_heads, tokens = queries.shape[1:3]
+    length = keys.shape[1]
+    rows = max(1, TILE_BYTES // (4 * query_heads * length))
+    parts = []
+    for start in range(0, tokens, rows):
+        end = min(start + rows, tokens)
+        q = _scaled(queries[:, :, start:end], scale)
+        if isinstance(mask, str):
+            seen = length - tokens + end
+            parts.append(_tile(q, keys[:, :seen], values[:, :seen], _causal(end - start, seen)))
+        else:
+            shown = mask[..., start:end, :] if mask is not None else None
+            parts.append(_tile(q, keys, values, shown))
+    return mx.concatenate(parts, axis=2)
+
+
+def _tile(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
+    """Attention of scaled `queries` over `keys` and `values` [heads, tokens, dim]."""
+    heads, length, k_dim = keys.shape
+    scores = queries.reshape(heads, -1, k_dim) @ keys.swapaxes(1, 2)
+    if mask is not None:
+        scores = mx.where(mask, scores.reshape(heads, -1, queries.shape[2], length), -mx.inf)
+    out = _weighted(scores.reshape(heads, -1, length), lambda weights: weights @ values)
     return out.reshape(*queries.shape[:3], -1)
+
+
+def _causal(tokens: int, length: int) -> mx.array:
+    return mx.arange(length - tokens, length)[:, None] >= mx.arange(length)
 
 
 def paged_decode(
