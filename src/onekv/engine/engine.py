@@ -92,8 +92,7 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Do a bounded piece of work; returns the requests that got a token or ended in it."""
-        changed: list[Request] = []
-        changed += self._admit()
+        changed = self._admit()
         if self.prefilling is not None and (not self.running or self._since_chunk >= self.decode_steps):
             self.working = list(self.running)
             changed += self._land()
@@ -162,8 +161,7 @@ class Engine:
         assert sequence is not None
         start, last = sequence.length, len(request.prompt) - 1
         if start < last:
-            ends = self._message_ends(request.prompt)
-            stops = self.prefix.stops(sequence, len(request.prompt), ends) if self.prefix is not None else []
+            stops = self.prefix.stops(sequence, request.prompt, self.stop_tokens) if self.prefix is not None else []
             count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
             with self.memory.step([sequence], count) as caches:
                 self.model(mx.array(request.prompt[start : start + count])[None], cache=caches)
@@ -176,13 +174,6 @@ class Engine:
             sequence.prefilled()
             self.running.append(request)
             self.prefilling = None
-
-    def _message_ends(self, prompt: list[int]) -> list[int]:
-        """Where later prompts are likely to leave this one: after its first message, often the system's, and before
-        its last. Templates end a message with the token that ends an answer.
-        """
-        ends = [index + 1 for index, token in enumerate(prompt) if token in self.stop_tokens]
-        return sorted({ends[0], ends[max(0, len(ends) - 2)]}) if ends else []
 
     # Decode
 

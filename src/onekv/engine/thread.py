@@ -13,12 +13,14 @@ before the step.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from ..errors import OneKVError, OverloadedError, RequestFailedError
@@ -78,6 +80,8 @@ class EngineThread:
         self._open = 0
         self._room = 0
         self._stopping = False
+        # When running jobs are cancelled, once it is stopping.
+        self._deadline = math.inf
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="onekv-engine", daemon=True)
 
@@ -91,8 +95,7 @@ class EngineThread:
     def submit(self, jobs: list[Job]) -> None:
         """Start all of `jobs` or none. Raises OverloadedError at once; other refusals come as the job's event."""
         with self._lock:
-            if self._stopping:
-                raise OverloadedError("the server is shutting down", retry_after=5)
+            self._check_open()
             if self._open + len(jobs) > self._room:
                 raise OverloadedError(
                     f"{self._open} requests are running or waiting and {self._room} may; try again later "
@@ -100,8 +103,8 @@ class EngineThread:
                     retry_after=2,
                 )
             self._open += len(jobs)
-        for job in jobs:
-            self._orders.put(lambda engine, job=job: self._begin(engine, job))  # type: ignore[misc]
+            for job in jobs:
+                self._orders.put(partial(self._begin, job=job))
 
     def cancel(self, jobs: list[Job]) -> None:
         """End those of `jobs` that have not ended; each then emits its End."""
@@ -124,10 +127,14 @@ class EngineThread:
                     future.set_exception(error)
 
         with self._lock:
-            if self._stopping:
-                raise OverloadedError("the server is shutting down", retry_after=5)
+            self._check_open()
             self._orders.put(order)
         return future
+
+    def _check_open(self) -> None:
+        """With the lock held, so that an order that is let in is also carried out."""
+        if self._stopping:
+            raise OverloadedError("the server is shutting down", retry_after=5)
 
     @property
     def alive(self) -> bool:
@@ -138,8 +145,8 @@ class EngineThread:
         with self._lock:
             if self._stopping:
                 return
+            self._deadline = time.monotonic() + grace
             self._stopping = True
-        self._deadline = time.monotonic() + grace
         self._orders.put(None)
         self._thread.join()
 
@@ -220,14 +227,15 @@ class EngineThread:
             piece = job.output.take(request)
         except Exception as error:
             log.exception("the text of a request could not be made; it ends with an error")
-            engine.end(request, "error", RequestFailedError(f"the tokenizer failed: {type(error).__name__}: {error}"))
-            request.error = request.error or RequestFailedError(f"the tokenizer failed: {error}")
+            failure = RequestFailedError(f"the tokenizer failed: {type(error).__name__}: {error}")
+            engine.end(request, "error", failure)
+            # It may have ended by itself with the same token.
+            request.error = request.error or failure
         else:
             if piece.text or piece.tokens:
                 job.emit(piece)
             if job.output.stopped_by is not None:
                 engine.end(request, "stop")
-                # It may have ended by itself with the same token.
                 request.finish_reason = "stop"
         self._report([request])
 

@@ -40,7 +40,6 @@ class GroupStep:
         self.tables, self.lengths, self.count = tables, lengths, count
         self.rule = tables[0].rule
         self.block_size = tables[0].pool.block_size
-        self.blocks = tables[0].pool.blocks
         self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
         # The grid of an earlier step, which may still be right, and that of this one once it is used.
         self._previous = previous
@@ -155,9 +154,13 @@ class GroupStep:
         """Whether `mask` says no more than this step knows by itself."""
         return mask is None or isinstance(mask, str) or id(mask) in self._masks
 
+    def _window(self, mask: mx.array | str | None) -> int | None:
+        """The window that the model asked for when this mask was made."""
+        return self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
+
     def bias(self, mask: mx.array | str | None, dtype: mx.Dtype) -> mx.array:
         """What to add to decode scores, broadcastable to them: 0 for slots that are read, else -inf."""
-        window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
+        window = self._window(mask)
         key = (window, dtype)
         if key not in self._bias:
             query = self.pairs.spread(self.positions)
@@ -169,7 +172,7 @@ class GroupStep:
 
     def reach(self, mask: mx.array | str | None) -> tuple[int, int] | None:
         """The rule and `mask` as (window, kept tokens); None if one pair of numbers cannot say it."""
-        window = self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
+        window = self._window(mask)
         if window is None:
             return self.rule.window or NOWHERE, self.rule.keep
         return None if self.rule.keep else (min(window, self.rule.window or NOWHERE), 0)
@@ -187,7 +190,6 @@ class Step:
         lengths = [sequence.length for sequence in sequences]
         for sequence in sequences:
             sequence.advance(count)
-        self.sequences, self.count = sequences, count
         self.groups: list[GroupStep] = []
         for g in range(len(sequences[0].tables)):
             tables = [sequence.tables[g] for sequence in sequences]

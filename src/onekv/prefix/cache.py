@@ -25,7 +25,7 @@ from ..units import format_size
 from .figures import EVICTED, NEVER_SEEN, NO_SNAPSHOT, OTHER_SALT, Figures, PrefixStats
 from .index import TOKEN_BYTES, Index, Match, Node, as_bytes, held
 from .restore import Piece, restore_point
-from .snapshots import Snapshot, Snapshots
+from .snapshots import Snapshot, Snapshots, message_ends
 
 
 @dataclass
@@ -164,13 +164,14 @@ class PrefixCache:
 
     # What a sequence leaves behind
 
-    def stops(self, sequence: Sequence, prompt: int, ends: list[int]) -> list[int]:
+    def stops(self, sequence: Sequence, prompt: list[int], stop_tokens: set[int]) -> list[int]:
         """Lengths at which prefill should pause for a snapshot: where this prompt's last block ends, the junction, and
-        the last blocks of messages, which end at `ends`.
+        the last blocks of messages.
         """
         if not self._recurrent:
             return []
-        wanted = [self._chains[sequence].junction, *(end // self._size * self._size for end in [*ends, prompt - 1])]
+        ends = [*message_ends(prompt, stop_tokens), len(prompt) - 1]
+        wanted = [self._chains[sequence].junction, *(end // self._size * self._size for end in ends)]
         return sorted({stop for stop in wanted if stop > sequence.length})
 
     def due(self, sequence: Sequence) -> bool:

@@ -62,3 +62,11 @@ class Snapshots:
 
     def items(self) -> list[tuple[bytes, Snapshot]]:
         return list(self._kept.items())
+
+
+def message_ends(prompt: list[int], stop_tokens: set[int]) -> list[int]:
+    """Where later prompts are likely to leave this one: after its first message, often the system's, and before its
+    last. Templates end a message with the token that ends an answer.
+    """
+    ends = [index + 1 for index, token in enumerate(prompt) if token in stop_tokens]
+    return sorted({ends[0], ends[max(0, len(ends) - 2)]}) if ends else []
