@@ -3,11 +3,21 @@
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import read_layout
 from onekv.memory.sequence import Sequence
+
+
+def small_llama(seed: int, **shape: int) -> Any:
+    """A random llama: little to compute, whatever it keeps."""
+    mx.random.seed(seed)
+    common = {"model_type": "llama", "hidden_size": 64, "rms_norm_eps": 1e-5, "vocab_size": 128}
+    model = llama.Model(llama.ModelArgs.from_dict({**common, "num_attention_heads": 8, **shape}))
+    mx.eval(model.parameters())
+    return model
 
 
 def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:

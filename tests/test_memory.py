@@ -3,32 +3,19 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import llama
 
 from onekv.config import Settings
 from onekv.engine import Engine, Request
 from onekv.memory import layers
 from onekv.memory.plan import make_plan
+from stock import small_llama
 
 PROMPT, DECODED = 1500, 600
 
 
 def make_engine(layer_count: int, **settings) -> Engine:
     """A random model whose pool is far larger than what a step computes."""
-    mx.random.seed(1)
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": layer_count,
-        "intermediate_size": 128,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 128,
-    }
-    model = llama.Model(llama.ModelArgs.from_dict(shape))
-    mx.eval(model.parameters())
+    model = small_llama(1, num_hidden_layers=layer_count, intermediate_size=128, num_key_value_heads=4, head_dim=32)
     resolved = Settings(**{"kv_memory": "200MB", "max_batch": 4, **settings})
     return Engine(model, make_plan(model, resolved, None), set())
 

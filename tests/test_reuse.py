@@ -3,13 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import llama
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from onekv import LLM
 from onekv.config import Settings
 from onekv.engine import Engine, Request
 from onekv.memory.plan import make_plan
+from stock import small_llama
 
 MB = 10**6
 
@@ -17,21 +17,7 @@ MB = 10**6
 @pytest.fixture(scope="module")
 def model():
     """Little to compute, much to keep: 64 KiB of KV for each token."""
-    mx.random.seed(2)
-    shape = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 16,
-        "intermediate_size": 64,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 128,
-    }
-    model = llama.Model(llama.ModelArgs.from_dict(shape))
-    mx.eval(model.parameters())
-    return model
+    return small_llama(2, num_hidden_layers=16, intermediate_size=64, num_key_value_heads=8, head_dim=64)
 
 
 def random_tokens(length: int, seed: int) -> list[int]:

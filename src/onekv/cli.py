@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +145,17 @@ def _add_bench_servers(benches: Any) -> None:
     from .bench import serve, soak
 
     text = "the server beside mlx_lm.server: an agent's trace, and chats at the same time"
-    command = _add_command(benches, "serve", _bench_serve, text, "onekv bench serve --case chats --rounds 2")
+    command = _add_command(benches, "serve", _bench("serve"), text, "onekv bench serve --case chats --rounds 2")
     serve.add_arguments(command)
     text = "thousands of requests of all kinds at a small server; exits with 1 if anything is not as it was before"
-    command = _add_command(benches, "soak", _bench_soak, text, "onekv bench soak --requests 2000 --clients 32")
+    command = _add_command(benches, "soak", _bench("soak"), text, "onekv bench soak --requests 2000 --clients 32")
     soak.add_arguments(command)
 
 
 def _add_bench_decode(benches: Any) -> None:
     text = "prefill and decode speed side by side with mlx-lm, interleaved, medians"
     example = "onekv bench decode --case 1x2048 --case 4x1024 --json result.json"
-    command = _add_command(benches, "decode", _bench_decode, text, example)
+    command = _add_command(benches, "decode", _bench("decode"), text, example)
     case_help = "default 1x2048 and 4x1024; may be given several times"
     command.add_argument("--case", action="append", metavar="BATCHxCONTEXT", help=case_help)
     command.add_argument("--tokens", type=_count, default=32, metavar="N", help="decoded per round; default 32")
@@ -164,7 +165,7 @@ def _add_bench_decode(benches: Any) -> None:
 
 def _add_bench_reuse(benches: Any) -> None:
     text = "memory and time of continuing a cached conversation, beside mlx-lm's prompt cache"
-    command = _add_command(benches, "reuse", _bench_reuse, text, "onekv bench reuse --size 50MB --size 200MB")
+    command = _add_command(benches, "reuse", _bench("reuse"), text, "onekv bench reuse --size 50MB --size 200MB")
     size_help = "KV of the conversation; default 50MB, 100MB and 200MB; may be given several times"
     command.add_argument("--size", action="append", metavar="SIZE", help=size_help)
     _add_bench_common(command)
@@ -181,7 +182,7 @@ def _add_bench_common(command: argparse.ArgumentParser) -> None:
 def _add_bench_index(benches: Any) -> None:
     text = "time and memory of the prefix index"
     example = "onekv bench index --blocks 1000000 --tokens 100000"
-    command = _add_command(benches, "index", _bench_index, text, example)
+    command = _add_command(benches, "index", _bench("index"), text, example)
     command.add_argument("--blocks", type=_count, default=1_000_000, metavar="N", help="in the index; default 1000000")
     command.add_argument("--tokens", type=_count, default=100_000, metavar="N", help="to match; default 100000")
     command.add_argument("--rounds", type=_count, default=20, metavar="N", help="matches timed; default 20")
@@ -268,44 +269,22 @@ def _demo(arguments: argparse.Namespace) -> None:
     demo()
 
 
-def _bench_index(arguments: argparse.Namespace) -> None:
-    from .bench.index import run
+def _bench(name: str) -> Callable[[argparse.Namespace], int | None]:
+    """Runs a module of `bench`, which is imported only then."""
 
-    run(arguments)
+    def run(arguments: argparse.Namespace) -> int | None:
+        _check_json(arguments)
+        result: int | None = import_module(f".bench.{name}", __package__).run(arguments)
+        return result
 
-
-def _bench_reuse(arguments: argparse.Namespace) -> None:
-    from .bench.reuse import run
-
-    _check_json(arguments)
-    run(arguments)
-
-
-def _bench_decode(arguments: argparse.Namespace) -> None:
-    from .bench.decode import run
-
-    _check_json(arguments)
-    run(arguments)
-
-
-def _bench_serve(arguments: argparse.Namespace) -> None:
-    from .bench.serve import run
-
-    _check_json(arguments)
-    run(arguments)
-
-
-def _bench_soak(arguments: argparse.Namespace) -> int:
-    from .bench.soak import run
-
-    _check_json(arguments)
-    return run(arguments)
+    return run
 
 
 def _check_json(arguments: argparse.Namespace) -> None:
     """Before anything is measured, not after."""
-    if arguments.json is not None and not Path(arguments.json).parent.is_dir():
-        raise SettingError(f"--json is {arguments.json!r}, but there is no folder {str(Path(arguments.json).parent)!r}")
+    file = getattr(arguments, "json", None)
+    if file is not None and not Path(file).parent.is_dir():
+        raise SettingError(f"--json is {file!r}, but there is no folder {str(Path(file).parent)!r}")
 
 
 def _load(arguments: argparse.Namespace) -> Any:

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
+# The parameters of the tool that is called in tests.
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 KEYS = ["first-key-of-the-tests", "second-key-of-the-tests"]
 
 

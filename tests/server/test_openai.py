@@ -10,6 +10,7 @@ import httpx2
 import openai
 import pytest
 
+from conftest import WEATHER
 from onekv.engine import End, Event, Piece, Timings
 from onekv.errors import RequestFailedError
 from onekv.server.backend import Generation
@@ -23,12 +24,7 @@ TOOL = {
     "function": {
         "name": "get_weather",
         "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
+        "parameters": WEATHER,
     },
 }
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]

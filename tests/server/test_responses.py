@@ -9,6 +9,7 @@ import openai
 import pytest
 from openai.types.responses import Response
 
+from conftest import WEATHER
 from onekv.engine import End, Event, Piece, Timings
 from onekv.errors import RequestFailedError
 from onekv.server.backend import Generation
@@ -22,12 +23,7 @@ TOOL: Any = {
     "type": "function",
     "name": "get_weather",
     "description": "The weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
+    "parameters": WEATHER,
     "strict": True,
 }
 

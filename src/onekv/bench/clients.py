@@ -191,7 +191,16 @@ async def events(answer: "httpx2.Response") -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data:"))
 
 
-# Texts and figures
+# Models, texts and figures
+
+
+def save(folder: Path, model: Any, config: dict[str, Any], tokenizer: Any) -> None:
+    """As mlx-lm reads it."""
+    from mlx_lm.utils import save_config, save_model
+
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    tokenizer.save_pretrained(folder)
 
 
 def words(random_: random.Random, tokens: int) -> str:

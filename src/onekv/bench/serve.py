@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OneKVError
 from ..models import DEFAULT_MODEL
 from ..units import format_size
-from .clients import Answer, ServerProcess, chat, http, mlx_lm_server, onekv_server, percentile, words
+from .clients import Answer, ServerProcess, chat, http, mlx_lm_server, onekv_server, percentile, save, words
 
 if TYPE_CHECKING:
     import httpx2
@@ -131,11 +131,7 @@ def _convert(model: str, folder: Path) -> int:
 
     print(f"saving {model} in mlx-lm's format ...", file=sys.stderr, flush=True)
     loaded = load_model(model)
-    from mlx_lm.utils import save_config, save_model
-
-    save_model(folder, loaded.model)
-    save_config(dict(loaded.config), folder / "config.json")
-    loaded.tokenizer.save_pretrained(folder)
+    save(folder, loaded.model, dict(loaded.config), loaded.tokenizer)
     return int(json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["total_size"])
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import OneKVError
 from ..models import DEFAULT_MODEL
 from ..units import format_size, parse_size
-from .clients import ServerProcess, events, http, onekv_server
+from .clients import ServerProcess, events, http, onekv_server, save
 from .mixture import MAX_BODY, Call, Mixture, Reply
 
 if TYPE_CHECKING:
@@ -142,16 +142,13 @@ def _save_tiny(folder: Path) -> str:
     """A small model with random weights and the default model's tokenizer, in mlx-lm's format."""
     import mlx.core as mx
     from mlx_lm.models import llama
-    from mlx_lm.utils import save_config, save_model
 
     from ..models import load_model
 
     tokenizer = load_model(DEFAULT_MODEL, lazy=True).tokenizer
     config = {**TINY, "vocab_size": len(tokenizer), "eos_token_id": sorted(tokenizer.eos_token_ids)}
     mx.random.seed(0)
-    save_model(folder, llama.Model(llama.ModelArgs.from_dict(config)))
-    save_config(config, folder / "config.json")
-    tokenizer.save_pretrained(folder)
+    save(folder, llama.Model(llama.ModelArgs.from_dict(config)), config, tokenizer)
     return str(folder)
 
 

@@ -53,12 +53,12 @@ class TextOutput:
             _, at, self.stopped_by = min(found)
             text, self._held = self._held[:at], ""
             return text
-        keep = 0 if last else max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        keep = 0 if last else max((overlap(self._held, stop) for stop in self._stops), default=0)
         end = len(self._held) - keep
         text, self._held = self._held[:end], self._held[end:]
         return text
 
 
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are a beginning of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` are a beginning of `marker`, but not all of it."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

@@ -9,7 +9,7 @@ While it prefills or runs it owns an open `Sequence`; the engine closes it when 
 import math
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -40,6 +40,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     # (token id, added to its logit) pairs.
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def of_answer(self, index: int) -> "Sampling":
+        """For one of several answers to a prompt: they differ, also when there is a seed."""
+        return self if self.seed is None else replace(self, seed=self.seed + index)
 
     @property
     def looks_back(self) -> bool:

@@ -16,10 +16,11 @@ from ..errors import OverloadedError
 from ..llm import LLM, PoolStats, Stats
 from ..prefix.figures import NEVER_SEEN, OTHER_SALT
 from .backend import Backend
+from .body import Body
 from .chat import ChatCall
 from .errors import BadRequestError, ForbiddenError
 from .metrics import pool_owners
-from .openai.schema import Body, Message, Tool
+from .openai.schema import Message, Tool
 from .prompt import render
 
 # How long a scrape waits for the engine to finish its step.
@@ -140,14 +141,4 @@ def _tokens(backend: Backend, body: ProbeBody) -> list[int]:
         messages = [message.as_message() for message in body.messages]
         tools = [tool.function.as_tool() for tool in body.tools or []]
         return render(backend, ChatCall(messages, tools)).tokens
-    if isinstance(body.prompt, str):
-        try:
-            return [int(token) for token in backend.tokenizer.encode(body.prompt)]
-        except UnicodeEncodeError:
-            raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
-    tokens = body.prompt or []
-    vocabulary = backend.llm.plan.layout.vocabulary
-    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise BadRequestError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}", "prompt")
-    return tokens
+    return backend.encode(body.prompt or [])

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..engine import Constraint, End, Engine, EngineThread, Event, Job, Piece, Request, Sampling, TextOutput
-from ..errors import OneKVError, TooLongError
+from ..errors import OneKVError, OverloadedError, TooLongError
 from ..llm import LLM
 from ..models import DEFAULT_MODEL
+from .errors import BadRequestError, NotFoundError
 from .metrics import Metrics
 
 Result = TypeVar("Result")
@@ -56,6 +57,9 @@ class Generation(AsyncIterator[Piece]):
             raise event
         if isinstance(event, End):
             self.end = event
+            if event.finish_reason == "cancelled":
+                # Whoever cancels by itself does not read on.
+                raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
             raise StopAsyncIteration
         return event
 
@@ -88,6 +92,24 @@ class Backend:
 
     def stop(self, grace: float) -> None:
         self.thread.stop(grace)
+
+    def check_model(self, name: str) -> None:
+        """Raises NotFoundError if `name` is not the model there is."""
+        if name not in (self.name, "default"):
+            raise NotFoundError(f"there is no model {name!r}; this server has {self.name!r}")
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """The tokens of a plain prompt. Raises BadRequestError for what the model does not know."""
+        if isinstance(prompt, str):
+            try:
+                return [int(token) for token in self.tokenizer.encode(prompt)]
+            except UnicodeEncodeError:
+                raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
+        vocabulary = self.llm.plan.layout.vocabulary
+        wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise BadRequestError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}", "prompt")
+        return prompt
 
     @property
     def longest(self) -> int:

@@ -11,11 +11,10 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..engine import Constraint, End, Logprob, Piece, Sampling
-from ..errors import OverloadedError
 from .backend import Backend, Generation, Prompt
 from .constrain import constraint_for
 from .prompt import Rendered, render, text_format
@@ -124,8 +123,6 @@ class Choice(AsyncIterator[Part]):
             self._parts.append(Text("content", "", self._tokens, self._logprobs))
         assert self._generation.end is not None
         self.end = self._generation.end
-        if self.end.finish_reason == "cancelled":
-            raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
         if self.end.finish_reason == "length":
             self.finish_reason = "length"
         else:
@@ -139,7 +136,7 @@ async def open_chat(backend: Backend, call: ChatCall, stack: AsyncExitStack) -> 
         Prompt(
             rendered.tokens,
             call.max_tokens,
-            _sampling(call.sampling, index),
+            call.sampling.of_answer(index),
             call.stops,
             call.top_logprobs,
             constraint,
@@ -166,10 +163,3 @@ def _prepare(backend: Backend, call: ChatCall) -> tuple[Rendered, list[Constrain
     constraint = constraint_for(backend, call, rendered.thinking)
     copies = [constraint.copy() if constraint is not None else None for _ in range(call.n)]
     return rendered, [*copies]
-
-
-def _sampling(sampling: Sampling, index: int) -> Sampling:
-    """Answers to one call differ, also when it has a seed."""
-    if sampling.seed is None or index == 0:
-        return sampling
-    return replace(sampling, seed=sampling.seed + index)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..engine.output import overlap
+
 # What a parser may raise on text it was not made for.
 _UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, SyntaxError, RecursionError)
 
@@ -141,11 +143,6 @@ def _call(parsed: dict[str, Any]) -> Call:
 
 def _undecided(text: str, markers: list[str]) -> int:
     """How many characters at the end of `text` may belong to a marker, the white space before it included."""
-    begun = max(_overlap(text, marker) for marker in markers)
+    begun = max(overlap(text, marker) for marker in markers)
     rest = text[: len(text) - begun]
     return begun + len(rest) - len(rest.rstrip())
-
-
-def _overlap(text: str, marker: str) -> int:
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

@@ -14,7 +14,7 @@ from ...engine import End
 from ...errors import OneKVError
 from ..backend import Backend
 from ..chat import ChatCall, Choice, Part, ToolCall, count_tokens, open_chat
-from ..errors import BadRequestError, NotFoundError, anthropic_body
+from ..errors import BadRequestError, anthropic_body
 from ..streaming import sse, stream, until_gone
 from .convert import full_call, prompt_call
 from .schema import CountBody, MessagesBody, NoChoice
@@ -44,8 +44,8 @@ async def count(request: Request, body: CountBody) -> dict[str, int]:
 
 def _check_model(backend: Backend, body: CountBody) -> None:
     """Agents ask for the models they know; whatever Claude they ask for, the one model there is answers."""
-    if body.model not in (backend.name, "default") and not body.model.startswith("claude"):
-        raise NotFoundError(f"there is no model {body.model!r}; this server has {backend.name!r}")
+    if not body.model.startswith("claude"):
+        backend.check_model(body.model)
 
 
 def _one_call(body: CountBody) -> bool:

@@ -3,31 +3,16 @@
 A block of a kind that is not listed, such as an image, is refused by its type.
 """
 
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-Value = TypeVar("Value")
-
-
-def _sendable(value: Value) -> Value:
-    """Raises ValueError for what is no JSON: NaN, half a character (a lone surrogate)."""
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    return value
-
-
-String = Annotated[str, AfterValidator(_sendable)]
-Object = Annotated[dict[str, Any], AfterValidator(_sendable)]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+from ..body import Body, JsonObject, Str
 
 
 class TextBlock(Body):
     type: Literal["text"]
-    text: String
+    text: Str
 
 
 class ThinkingBlock(Body):
@@ -38,9 +23,9 @@ class ThinkingBlock(Body):
 
 class ToolUseBlock(Body):
     type: Literal["tool_use"]
-    id: String
-    name: String
-    input: Object
+    id: Str
+    name: Str
+    input: JsonObject
 
 
 def _as_blocks(value: Any) -> Any:
@@ -53,8 +38,8 @@ Texts = Annotated[list[TextBlock], BeforeValidator(_as_blocks, json_schema_input
 
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
-    tool_use_id: String
-    content: Texts = []
+    tool_use_id: Str
+    content: Texts = Field(default_factory=list)
     is_error: bool = False
 
 
@@ -90,9 +75,9 @@ class Tool(Body):
     """A tool that the client runs; those that run at Anthropic have another type and are refused by it."""
 
     type: Literal["custom"] | None = None
-    name: Annotated[String, Field(min_length=1)]
-    description: String = ""
-    input_schema: Object
+    name: Annotated[Str, Field(min_length=1)]
+    description: Str = ""
+    input_schema: JsonObject
 
 
 class AutoChoice(Body):
@@ -107,7 +92,7 @@ class AnyChoice(Body):
 
 class NamedChoice(Body):
     type: Literal["tool"]
-    name: String
+    name: Str
     disable_parallel_tool_use: bool = False
 
 
@@ -123,7 +108,7 @@ class Thinking(Body):
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    schema_: Object = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Body):
@@ -133,10 +118,10 @@ class OutputConfig(Body):
 class CountBody(Body):
     """What the prompt is made of."""
 
-    model: String
+    model: Str
     messages: Annotated[list[Message], Field(min_length=1)]
-    system: Texts = []
-    tools: list[Tool] = []
+    system: Texts = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: Annotated[AutoChoice | AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -144,7 +129,7 @@ class CountBody(Body):
 
 class MessagesBody(CountBody):
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[Annotated[String, Field(min_length=1)]] = []
+    stop_sequences: list[Annotated[Str, Field(min_length=1)]] = Field(default_factory=list)
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0

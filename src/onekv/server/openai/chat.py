@@ -13,7 +13,7 @@ from ..backend import Backend
 from ..chat import ChatCall, Choice, Part, Text, ToolCall, open_chat
 from ..errors import BadRequestError, openai_body
 from ..streaming import sse, stream, until_gone
-from .common import TokenTexts, check_model, fingerprint, merged, new_id, usage
+from .common import TokenTexts, fingerprint, merged, new_id, usage
 from .schema import ChatBody
 
 router = APIRouter()
@@ -22,7 +22,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     backend: Backend = request.app.state.backend
-    check_model(backend, body.model)
+    backend.check_model(body.model)
     call = _call(body, backend, request.state.salt)
     async with AsyncExitStack() as stack:
         answer = ChatAnswer(backend, body, await open_chat(backend, call, stack))

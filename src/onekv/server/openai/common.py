@@ -9,16 +9,10 @@ from typing import Any, TypeVar
 from ... import __version__
 from ...engine import End, Logprob
 from ..backend import Backend
-from ..errors import NotFoundError
 
 Item = TypeVar("Item")
 # For a token that cannot come: JSON has no infinity.
 _NEVER = -9999.0
-
-
-def check_model(backend: Backend, model: str) -> None:
-    if model not in (backend.name, "default"):
-        raise NotFoundError(f"there is no model {model!r}; this server has {backend.name!r}")
 
 
 def fingerprint(backend: Backend) -> str:

@@ -4,18 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ...engine import Piece, Sampling
-from ...errors import OneKVError, OverloadedError
+from ...engine import Piece
+from ...errors import OneKVError
 from ..backend import Backend, Generation, Prompt
 from ..errors import BadRequestError, openai_body
 from ..streaming import sse, stream, until_gone
-from .common import TokenTexts, check_model, fingerprint, finite, merged, new_id, usage
+from .common import TokenTexts, fingerprint, finite, merged, new_id, usage
 from .schema import MAX_GENERATIONS, CompletionBody
 
 router = APIRouter()
@@ -25,7 +24,7 @@ DEFAULT_MAX_TOKENS = 16
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
     backend: Backend = request.app.state.backend
-    check_model(backend, body.model)
+    backend.check_model(body.model)
     prompts = await asyncio.to_thread(_prompts, body, backend, request.state.salt)
     async with AsyncExitStack() as stack:
         generations = await stack.enter_async_context(backend.generate(prompts))
@@ -41,32 +40,19 @@ def _prompts(body: CompletionBody, backend: Backend, salt: str) -> list[Prompt]:
     if n * len(body.prompt) > MAX_GENERATIONS:
         asked = f"{len(body.prompt)} prompts with n = {n}"
         raise BadRequestError(f"{asked} are more than {MAX_GENERATIONS} generations", "n")
-    vocabulary = backend.llm.plan.layout.vocabulary
-    sampling = body.sampling(vocabulary)
+    sampling = body.sampling(backend.llm.plan.layout.vocabulary)
     return [
         Prompt(
             tokens,
             body.max_tokens or DEFAULT_MAX_TOKENS,
-            _seeded(sampling, index),
+            sampling.of_answer(index),
             body.stops,
             body.logprobs,
             salt=salt,
         )
-        for tokens in (_tokens(prompt, backend, vocabulary) for prompt in body.prompt)
+        for tokens in map(backend.encode, body.prompt)
         for index in range(n)
     ]
-
-
-def _tokens(prompt: str | list[int], backend: Backend, vocabulary: int) -> list[int]:
-    tokens = backend.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    wrong = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if wrong is not None:
-        raise BadRequestError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}", "prompt")
-    return [int(token) for token in tokens]
-
-
-def _seeded(sampling: Sampling, index: int) -> Sampling:
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
 
 
 class _Answer:
@@ -122,8 +108,7 @@ class _Answer:
 
     def _reason(self, index: int) -> str:
         end = self._generations[index].end
-        if end is None or end.finish_reason == "cancelled":
-            raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
+        assert end is not None
         return end.finish_reason
 
     def _choice(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from ..backend import Backend
-from .common import check_model
 
 router = APIRouter()
 _STARTED = int(time.time())
@@ -19,8 +18,8 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{model:path}")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
-    backend = request.app.state.backend
-    check_model(backend, model)
+    backend: Backend = request.app.state.backend
+    backend.check_model(model)
     return _described(backend)
 
 

@@ -13,7 +13,7 @@ from ..backend import Backend
 from ..chat import ChatCall, Choice, open_chat
 from ..errors import BadRequestError
 from ..streaming import sse, stream, until_gone
-from .common import TokenTexts, check_model, new_id
+from .common import TokenTexts, new_id
 from .responses_schema import ResponsesBody, messages_of
 from .store import ResponseStore
 from .turn import Event, Turn
@@ -26,7 +26,7 @@ _FIELDS = {"messages": "input", "response_format": "text.format"}
 @router.post("/v1/responses")
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     backend: Backend = request.app.state.backend
-    check_model(backend, body.model)
+    backend.check_model(body.model)
     store, salt = _store(request), request.state.salt
     earlier = store.get(salt, body.previous_response_id).messages if body.previous_response_id is not None else []
     messages = [*earlier, *messages_of(body.input)]

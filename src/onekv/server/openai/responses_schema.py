@@ -4,19 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .schema import (
-    Arguments,
-    Body,
-    Content,
-    Function,
-    GenerateBody,
-    JsonObject,
-    Parts,
-    Str,
-    ToolChoice,
-    as_text,
-    sendable,
-)
+from ..body import Body, JsonObject, Str, sendable
+from .schema import Arguments, Content, Function, GenerateBody, Parts, ToolChoice, as_text
 
 LOGPROBS = "message.output_text.logprobs"
 

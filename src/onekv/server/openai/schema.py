@@ -3,28 +3,14 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...engine import Sampling
+from ..body import Body, JsonObject, Str, sendable, whole
 from ..errors import BadRequestError
 
 MAX_STOPS = 16
 MAX_GENERATIONS = 128
-
-
-def _whole(text: str) -> str:
-    """Raises ValueError for half a character, which no tokenizer takes and no answer can repeat."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("has half a character (a lone surrogate)") from None
-    return text
-
-
-def sendable(value: Any) -> Any:
-    """Raises ValueError for what is no JSON: NaN, half a character."""
-    _whole(json.dumps(value, ensure_ascii=False, allow_nan=False))
-    return value
 
 
 def as_text(content: Any) -> Any:
@@ -73,9 +59,6 @@ def as_list(value: Any) -> Any:
 Parts = str | list[dict[str, Any]] | None
 Prompts = str | list[str] | list[int] | list[list[int]]
 
-Str = Annotated[str, AfterValidator(_whole)]
-# Checked before it is looked into, so that an error never has to name a key that is no text.
-JsonObject = Annotated[dict[str, Any], BeforeValidator(sendable)]
 Numbers = Annotated[dict[str, float], BeforeValidator(sendable)]
 Arguments = Annotated[JsonObject, BeforeValidator(as_arguments, json_schema_input_type=str | dict[str, Any])]
 Content = Annotated[Str | None, BeforeValidator(as_text, json_schema_input_type=Parts)]
@@ -84,10 +67,6 @@ Stops = Annotated[
     Annotated[list[Str], Field(max_length=MAX_STOPS)] | None,
     BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
 ]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class FunctionCall(Body):
@@ -246,7 +225,7 @@ def as_prompts(value: Any) -> Any:
         if not each:
             raise ValueError("has a prompt that is empty")
         if isinstance(each, str):
-            _whole(each)
+            whole(each)
     return value
 
 
