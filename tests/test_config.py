@@ -20,6 +20,12 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "max_kv_size": ("1024", 1024, 2048),
     "prefix_cache": ("off", False, True),
     "dtype": ("float16", "float16", "bfloat16"),
+    "disk_cache": ("a folder", "a folder", "auto"),
+    "disk_limit": ("20GB", "20GB", "5%"),
+    "disk_policy": ("write_through", "write_through", "write_back"),
+    "disk_write_budget": ("50GB", "50GB", "1GB"),
+    "disk_queue": ("100MiB", "100MiB", "1GiB"),
+    "hot_only": ("on", True, False),
 }
 
 

@@ -33,7 +33,7 @@ def run(engine: Engine, requests: list[Request]) -> list[int]:
     active = []
     while not engine.idle:
         engine.step()
-        if not engine.waiting and engine.prefilling is None:
+        if not engine.waiting and not engine.prefilling:
             active.append(mx.get_active_memory())
     return active
 

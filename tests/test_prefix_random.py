@@ -2,10 +2,14 @@
 
 No language model runs here: what would be computed for a token is a number made of all tokens up to it, written into
 the real pool where the real table says. So a block that is shared wrongly, freed too early or restored at another
-length shows as a wrong number.
+length shows as a wrong number. With a disk tier, blocks also go there and come back, over restarts, from files some of
+which are damaged.
 """
 
+import shutil
+import tempfile
 import zlib
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,11 +19,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from onekv.errors import MemoryBudgetError
+from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Group, KVLayer, Layout, Rule, StateLayer
 from onekv.memory.pool import OutOfBlocks
 from onekv.memory.table import FORGOTTEN
 from onekv.prefix.cache import PrefixCache
+from onekv.tiers.base import STATES
+from onekv.tiers.disk import DiskTier
+from onekv.tiers.image import Image
 
 BLOCK, CHUNK, BLOCKS = 4, 6, 14
 # Few different tokens: prompts often begin alike.
@@ -45,16 +53,20 @@ class Running:
 
 class Machine(RuleBasedStateMachine):
     layout: Layout
+    tier: DiskTier | None = None
 
     def __init__(self):
         super().__init__()
-        self.memory = KVMemory(self.layout, (BLOCKS,) * len(self.layout.groups), BLOCK, CHUNK)
-        self.cache = PrefixCache(self.memory, "test", snapshot_budget=10 * 4)
         self.running: list[Running] = []
+        self.make_cache()
         # Everything ever stored, and what was stored since the last time all was cleared.
         self.past: list[tuple[list[int], str]] = []
         self.kept: list[tuple[list[int], str]] = []
         self.pins: list[tuple[list[int], str]] = []
+
+    def make_cache(self):
+        self.memory = KVMemory(self.layout, (BLOCKS,) * len(self.layout.groups), BLOCK, CHUNK)
+        self.cache = PrefixCache(self.memory, "test", snapshot_budget=10 * 4, tier=self.tier)
 
     # What the engine would do
 
@@ -77,20 +89,29 @@ class Machine(RuleBasedStateMachine):
             sequence = self.cache.open(prompt, len(prompt) + room, salt)
         except OutOfBlocks:
             return
+        if sequence is not None:
+            self.opened(sequence, prompt, salt, evicted)
+
+    def opened(self, sequence, prompt, salt, evicted):
         known = max((common(prompt, tokens) for tokens, other in self.past if other == salt), default=0)
         assert sequence.length <= min(known, len(prompt) - 1)
         if not evicted and self.layout is LAYOUTS["full"]:
             # Every full block hits; the rest of a sequence only when it has ended and was not taken over.
             shared = max((common(prompt, tokens) for tokens, other in self.kept if other == salt), default=0)
-            assert sequence.length >= min(shared // BLOCK * BLOCK, len(prompt) - 1)
+            assert sequence.length >= self.least(shared, len(prompt) - 1)
         if self.layout.states and sequence.length:
             assert sequence.states[0][0].item() == number(prompt[: sequence.length], salt)
         self.running.append(Running(sequence, prompt, salt))
 
+    def least(self, shared, limit):
+        return min(shared // BLOCK * BLOCK, limit)
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, CHUNK), token=st.integers(1, 2))
     def compute(self, data, count, token):
-        run = data.draw(st.sampled_from(self.running))
+        self.compute_next(data.draw(st.sampled_from(self.running)), count, token)
+
+    def compute_next(self, run, count, token):
         sequence = run.sequence
         if sequence.length == len(run.tokens):
             run.tokens.append(token)
@@ -105,7 +126,7 @@ class Machine(RuleBasedStateMachine):
         self.write(run, count)
         sequence.length += count
         if self.layout.states:
-            sequence.states = [[mx.array([number(run.tokens[: sequence.length], run.salt)])]]
+            sequence.states = [[mx.array([[number(run.tokens[: sequence.length], run.salt)]])]]
         self.cache.publish(sequence, run.tokens)
         self.cache.snapshot(sequence)
         self.past.append((run.tokens[: sequence.length], run.salt))
@@ -187,15 +208,126 @@ class Machine(RuleBasedStateMachine):
                         for i in range(node.end - node.start):
                             assert stored[i] == number(tokens[: node.start + i + 1], salt)
 
-    def teardown(self):
+    def end_all(self):
         for run in self.running:
             self.cache.finish(run.sequence, run.tokens)
             self.memory.close(run.sequence)
+        self.running.clear()
+
+    def teardown(self):
+        self.end_all()
         for tokens, salt in self.pins:
             self.cache.unpin(tokens, salt)
         self.cache.clear()
         assert self.cache.index.nodes == {}
         assert all(pool.free == pool.blocks and pool.reserved == 0 for pool in self.memory.pools)
+
+
+class DiskMachine(Machine):
+    """The same with a disk behind it, where sequences may have to load first."""
+
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp())
+        self.loading: dict[object, tuple[list[int], str, int]] = {}
+        self.open_tier()
+        super().__init__()
+
+    def open_tier(self):
+        images = {group: Image(block_tensors(g, BLOCK), BLOCK) for group, g in enumerate(self.layout.groups)}
+        if self.layout.states:
+            images[STATES] = Image(state_tensors(self.layout), BLOCK)
+        self.tier = DiskTier(self.folder, "test", "test", images, BLOCK, 2**25, 2**20)
+
+    def least(self, shared, limit):
+        # From disk a block comes whole or not at all.
+        return min(shared, limit) // BLOCK * BLOCK
+
+    def start(self, prompt, salt, room):
+        # What is still on its way to the disk is not found: by chance, else.
+        self.tier.flush()
+        super().start(prompt, salt, room)
+
+    def opened(self, sequence, prompt, salt, evicted):
+        if self.cache.loading(sequence):
+            self.loading[sequence] = (prompt, salt, evicted)
+        else:
+            super().opened(sequence, prompt, salt, evicted)
+
+    @rule(data=st.data(), more=TOKENS, restart=st.sampled_from(["no", "killed", "closed"]))
+    def talk(self, data, more, restart):
+        """A whole turn, perhaps in a new process, of an old conversation or of a new one."""
+        tokens, salt = data.draw(st.sampled_from(self.past)) if self.past else ([], "")
+        if restart != "no":
+            self.restart(restart == "killed")
+        before = len(self.running) + len(self.loading)
+        self.start([*tokens, *more], salt, 4)
+        if len(self.running) + len(self.loading) == before:
+            return
+        if self.loading:
+            self.collect()
+        if len(self.running) > before:
+            run = self.running.pop()
+            while run.sequence.length < min(len(run.tokens) + 2, run.sequence.max_length):
+                self.compute_next(run, CHUNK, 1)
+            self.cache.finish(run.sequence, run.tokens)
+            self.memory.close(run.sequence)
+
+    @precondition(lambda self: self.loading)
+    @rule()
+    def collect(self):
+        for sequence, loaded in self.cache.load(10.0):
+            asked = self.loading.pop(sequence)
+            if loaded:
+                super().opened(sequence, *asked)
+            else:
+                self.memory.close(sequence)
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data())
+    def cancel(self, data):
+        sequence = data.draw(st.sampled_from(list(self.loading)))
+        del self.loading[sequence]
+        self.cache.abandon(sequence)
+        self.memory.close(sequence)
+
+    @rule(kill=st.booleans())
+    def restart(self, kill):
+        """The process ends, with or without having stored what is cached, and another one goes on."""
+        for sequence in list(self.loading):
+            self.cache.abandon(sequence)
+            self.memory.close(sequence)
+        self.loading.clear()
+        self.end_all()
+        for tokens, salt in self.pins:
+            self.cache.unpin(tokens, salt)
+        self.pins.clear()
+        if kill:
+            self.kept.clear()
+        else:
+            assert all(done <= total for done, total in self.cache.store_all())
+        self.tier.close()
+        self.open_tier()
+        self.make_cache()
+
+    @rule(choice=st.integers(0, 10**6), place=st.floats(0, 0.999))
+    def damage(self, choice, place):
+        self.tier.flush()
+        files = sorted(self.folder.glob("*/*/*.safetensors"))
+        if files:
+            file = files[choice % len(files)]
+            content = bytearray(file.read_bytes())
+            content[int(place * len(content))] ^= 1
+            file.write_bytes(content)
+            self.kept.clear()
+
+    def teardown(self):
+        for sequence in list(self.loading):
+            self.cache.abandon(sequence)
+            self.memory.close(sequence)
+        super().teardown()
+        assert self.tier.stats().failed is None
+        self.tier.close()
+        shutil.rmtree(self.folder)
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -211,9 +343,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("base", [Machine, DiskMachine])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_random_use(kind):
-    machine = type("Case", (Machine,), {"layout": LAYOUTS[kind]})
+def test_random_use(kind, base):
+    machine = type("Case", (base,), {"layout": LAYOUTS[kind]})
     run_state_machine_as_test(
         machine,
         settings=settings(

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ EXAMPLES = """examples:
   onekv serve                                       an OpenAI- and Anthropic-compatible server
   onekv generate "The capital of France is" --max-tokens 20
   onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
+  onekv cache ls                                    what the disk cache has
   onekv bench decode --json result.json
 """
 MODEL_HELP = f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}"
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_plan(commands)
     _add_command(commands, "demo", _demo, "hold a short conversation and show speed and memory", "onekv demo")
+    _add_cache(commands)
     _add_bench(commands)
     return parser
 
@@ -129,6 +131,40 @@ def _add_plan(commands: Any) -> None:
     config.add_arguments(command)
 
 
+CACHE_EXAMPLES = """onekv cache ls
+  onekv cache stats --json
+  onekv cache verify --disk-cache /data/kv
+  onekv cache clear --model smollm2-135m"""
+
+
+def _add_cache(commands: Any) -> None:
+    text = "look into the disk cache, check it, or empty it"
+    actions = _add_command(commands, "cache", None, text, CACHE_EXAMPLES).add_subparsers(
+        required=True, metavar="ACTION"
+    )
+    ls = _add_cache_action(actions, "ls", "the models in the disk cache, with sizes and ages", "onekv cache ls --json")
+    text = "what the disk cache takes in all, and what was written today"
+    stats = _add_cache_action(actions, "stats", text, "onekv cache stats --disk-cache /data/kv")
+    for command in (ls, stats):
+        command.add_argument("--json", action="store_true", help="print it as JSON; times are seconds since 1970")
+    text = "read every file, remove what is damaged or left over; exits with 1 if there was something"
+    _add_cache_action(actions, "verify", text, "onekv cache verify")
+    text = "remove everything, or what belongs to one model"
+    clear = _add_cache_action(actions, "clear", text, "onekv cache clear --model smollm2-135m --yes")
+    clear.add_argument(
+        "--model", metavar="NAME", help="a name, or an id or its beginning, as `onekv cache ls` shows it"
+    )
+    clear.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_cache_action(actions: Any, name: str, text: str, example: str) -> argparse.ArgumentParser:
+    command = _add_command(actions, name, _cache, text, example)
+    command.set_defaults(action=name)
+    variable = config.variable("disk_cache")
+    command.add_argument("--disk-cache", metavar="DIR", help=f"its folder; default: OneKV's own ({variable})")
+    return command
+
+
 def _add_bench(commands: Any) -> None:
     text = "measure against mlx-lm, side by side"
     benches = _add_command(commands, "bench", None, text, "onekv bench decode").add_subparsers(
@@ -136,6 +172,7 @@ def _add_bench(commands: Any) -> None:
     )
     _add_bench_decode(benches)
     _add_bench_reuse(benches)
+    _add_bench_disk(benches)
     _add_bench_index(benches)
     _add_bench_servers(benches)
 
@@ -168,6 +205,15 @@ def _add_bench_reuse(benches: Any) -> None:
     command = _add_command(benches, "reuse", _bench("reuse"), text, "onekv bench reuse --size 50MB --size 200MB")
     size_help = "KV of the conversation; default 50MB, 100MB and 200MB; may be given several times"
     command.add_argument("--size", action="append", metavar="SIZE", help=size_help)
+    _add_bench_common(command)
+
+
+def _add_bench_disk(benches: Any) -> None:
+    text = "continuing a conversation after a restart, and the disk cache's speed beside plain reads and writes"
+    command = _add_command(benches, "disk", _bench("disk"), text, "onekv bench disk --tokens 2000 --json result.json")
+    command.add_argument("--tokens", type=_count, default=2000, metavar="N", help="of the conversation; default 2000")
+    folder_help = "where the temporary disk cache is made, to measure that disk; default: the system's place for such"
+    command.add_argument("--folder", metavar="DIR", help=folder_help)
     _add_bench_common(command)
 
 
@@ -249,6 +295,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     file = config.read_file(path, known) if path else {}
     settings = ServerSettings.resolve(config.given_settings(arguments, ServerSettings), file)
     engine = config.Settings.resolve(config.given_settings(arguments), file)
+    if engine.disk_cache is None and not engine.hot_only and engine.prefix_cache:
+        engine = replace(engine, disk_cache=config.AUTO)
     model = arguments.model or str(file.get("model", DEFAULT_MODEL))
     try:
         from .server.serve import serve
@@ -261,6 +309,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from .report import print_plan
 
     return print_plan(arguments.model, config.Settings.resolve(config.given_settings(arguments)))
+
+
+def _cache(arguments: argparse.Namespace) -> int | None:
+    from .cache_cli import run
+
+    return run(arguments)
 
 
 def _demo(arguments: argparse.Namespace) -> None:

@@ -20,6 +20,9 @@ else:
     import tomli as tomllib
 
 DTYPES = ("float32", "float16", "bfloat16")
+DISK_POLICIES = ("write_back", "write_through")
+# As a folder for the disk cache: OneKV's own.
+AUTO = "auto"
 
 
 def on_or_off(text: str) -> bool:
@@ -90,6 +93,36 @@ class Settings(SettingsBase):
     dtype: str | None = setting(
         None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
     )
+    disk_cache: str | None = setting(
+        None,
+        "DIR",
+        "folder for conversations that the KV pool has no room for, also over restarts; auto: OneKV's own; "
+        "default: auto for serve, else none",
+    )
+    disk_limit: str | int | None = setting(
+        None,
+        "SIZE",
+        "the most that folder may take, e.g. 20GB, or 10%% of what is free there; "
+        "default: the smaller of 10 GB and 10%% of what is free",
+    )
+    disk_policy: str | None = setting(
+        None,
+        "POLICY",
+        "write_back: write blocks that are evicted, and the rest at the end; write_through: write every block as soon "
+        "as it is full, so that a crash loses little; default write_back",
+    )
+    disk_write_budget: str | int | None = setting(
+        None, "SIZE", "the most to write to that folder in a day, e.g. 50GB, to spare the disk; default: no limit"
+    )
+    disk_queue: str | int | None = setting(
+        None,
+        "SIZE",
+        "memory for blocks on their way to the disk; what does not fit is forgotten; "
+        "default: what a chunk of a prompt evicts, at most 256 MiB",
+    )
+    hot_only: bool = setting(
+        False, "on|off", "never use the disk: evicted blocks are forgotten; default off", on_or_off
+    )
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch", "prefill_chunk", "decode_steps", "max_kv_size"):
@@ -101,6 +134,23 @@ class Settings(SettingsBase):
             parse_size(self.kv_memory, whole=2**62, name=flag("kv_memory"))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        self._check_disk()
+
+    def _check_disk(self) -> None:
+        for name in ("disk_limit", "disk_write_budget", "disk_queue"):
+            size = getattr(self, name)
+            if size is not None:
+                parse_size(size, whole=2**62 if name == "disk_limit" else None, name=flag(name))
+        if self.disk_policy is not None and self.disk_policy not in DISK_POLICIES:
+            raise SettingError(f"--disk-policy is {self.disk_policy!r}; it must be one of {', '.join(DISK_POLICIES)}")
+        if self.disk_cache is None:
+            return
+        if not self.disk_cache.strip():
+            raise SettingError("--disk-cache is empty; give a folder, or auto")
+        if self.hot_only:
+            raise SettingError(f"--hot-only is on and --disk-cache is {self.disk_cache!r}; give one of the two")
+        if not self.prefix_cache:
+            raise SettingError(f"--prefix-cache is off and --disk-cache is {self.disk_cache!r}; give one of the two")
 
 
 def flag(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from tqdm import tqdm
 
 from .config import Settings
 from .engine import Engine, Request, Sampling, Timings
@@ -19,6 +20,8 @@ from .errors import OneKVError, PromptError, SettingError
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, load_model
 from .prefix.figures import PrefixStats
+from .tiers.base import TierStats
+from .tiers.opening import open_tier
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -75,6 +78,8 @@ class Stats:
     memory: MemoryStats
     # None when the prefix cache is off.
     prefix: PrefixStats | None
+    # Colder places than the pool: the disk cache, if there is one.
+    tiers: tuple[TierStats, ...]
     waiting: int
     running: int
     # Why sequences are decoded one by one instead of as a batch, if they are.
@@ -133,6 +138,20 @@ class Stream(Iterator[str]):
         )
 
 
+class StoreBar:
+    """Shows how far storing the cache on disk is, if that takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc="to disk", unit="B", unit_scale=True, delay=1.0, disable=None)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+
+
 class LLM:
     """A language model with all its KV in one preallocated pool.
 
@@ -165,9 +184,22 @@ class LLM:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
         self.stop_tokens: set[int] = set(self.tokenizer.eos_token_ids)
-        self._engine: Engine | None = Engine(
-            self.model, self.plan, self.stop_tokens, self.settings.prefix_cache, self.settings.decode_steps
-        )
+        self._engine: Engine | None = None
+        tier = open_tier(self.settings, self.plan, self.model, self.name)
+        try:
+            self._engine = Engine(
+                self.model,
+                self.plan,
+                self.stop_tokens,
+                self.settings.prefix_cache,
+                self.settings.decode_steps,
+                tier,
+                self.settings.disk_policy == "write_through",
+                StoreBar() if progress else None,
+            )
+        finally:
+            if self._engine is None and tier is not None:
+                tier.close()
 
     @property
     def engine(self) -> Engine:
@@ -236,7 +268,7 @@ class LLM:
             self.engine.prefix.unpin(self._request(prompt, 1, {}).prompt, salt)
 
     def clear_cache(self) -> None:
-        """Forget all cached conversations that are neither running nor pinned."""
+        """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
         if self.engine.prefix is not None:
             self.engine.prefix.clear()
 
@@ -267,16 +299,20 @@ class LLM:
             peak=mx.get_peak_memory(),
             buffer_cache=mx.get_cache_memory(),
         )
-        running = len(engine.running) + (engine.prefilling is not None)
+        running = len(engine.running) + len(engine.prefilling) + len(engine.loading)
         prefix = engine.prefix.stats() if engine.prefix is not None else None
-        return Stats(pools, memory, prefix, len(engine.waiting), running, engine.one_by_one)
+        tiers = (engine.tier.stats(),) if engine.tier is not None else ()
+        return Stats(pools, memory, prefix, tiers, len(engine.waiting), running, engine.one_by_one)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
         self.engine.check_integrity()
 
     def close(self) -> None:
-        """Release the pool and the cache; the LLM cannot be used afterwards. Closing twice is allowed."""
+        """Release the pool; what is cached goes to the disk cache, if there is one, else it is gone.
+
+        The LLM cannot be used afterwards. Closing twice is allowed.
+        """
         if self._engine is not None:
             self._engine.close()
         self._engine = None

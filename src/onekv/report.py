@@ -49,6 +49,7 @@ def _bytes_table(plan: Plan) -> str:
         ["KV pool", format_size(plan.pool_bytes)],
         ["recurrent states", format_size(plan.state_bytes)],
         ["workspace of a step", format_size(plan.workspace)],
+        *([["on the way to and from disk", format_size(plan.staging)]] if plan.staging else []),
         ["margin", format_size(MARGIN)],
         ["total", format_size(plan.total)],
         ["available", format_size(plan.device.available)],

@@ -27,8 +27,10 @@ class Server:
     process: subprocess.Popen[str]
 
 
-def start_server(*flags: str, keys: list[str] = KEYS) -> Server:
-    environment = {**os.environ, "ONEKV_API_KEYS": ",".join(keys)}
+def start_server(*flags: str, keys: list[str] = KEYS, **variables: str) -> Server:
+    """Without a disk cache, unless that is asked for: the user's own is not for tests."""
+    disk = {} if "--disk-cache" in flags else {"ONEKV_HOT_ONLY": "on"}
+    environment = {**os.environ, **disk, **variables, "ONEKV_API_KEYS": ",".join(keys)}
     command = [sys.executable, "-m", "onekv", "serve", "--port", "0", *flags]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -56,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    running = start_server("--kv-memory", "256MiB", "--max-batch", "4")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    disk = str(tmp_path_factory.mktemp("disk") / "kv")
+    running = start_server("--kv-memory", "256MiB", "--max-batch", "4", "--disk-cache", disk, "--disk-limit", "1GB")
     yield running
     errors = stop_server(running)
     assert running.process.returncode == 0, errors

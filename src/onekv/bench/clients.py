@@ -72,8 +72,8 @@ def http() -> ModuleType:
 
 @contextmanager
 def onekv_server(model: str, *flags: str) -> Iterator[ServerProcess]:
-    """`onekv serve` on a free port, with `KEYS`."""
-    command = [sys.executable, "-m", "onekv", "serve", model, "--port", "0", *flags]
+    """`onekv serve` on a free port, with `KEYS` and nothing cached."""
+    command = [sys.executable, "-m", "onekv", "serve", model, "--port", "0", "--hot-only", "on", *flags]
     with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
         found = _wait_for(process, log, lambda: re.search(r"(\S+) is served on (http://\S+)\.\s", log.read_text()))
         _wait_for(process, log, lambda: _healthy(found[2]))

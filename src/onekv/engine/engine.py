@@ -6,6 +6,11 @@ tokens. Requests are admitted first come, first served, when their worst case (p
 cached) fits; none overtakes another. All tokens of a prompt but the last are prefilled; the last one is the first input
 of decoding, so logits are only ever computed for tokens that are sampled from.
 
+    waiting -> loading (if the colder tier has some of its prompt) -> prefilling -> running -> finished
+
+While one request is loading the next are admitted and computed, and the system reads ahead; blocks are read into the
+pool between steps, for about `LOAD_SECONDS` at a time.
+
 Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
 step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
 MLX would find the pool still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every
@@ -14,6 +19,7 @@ step). The step in the air (`_flight`) is read before anything else touches the 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -26,10 +32,14 @@ from ..memory.pool import OutOfBlocks
 from ..memory.sequence import Sequence
 from ..memory.table import blocks_needed
 from ..prefix.cache import PrefixCache
+from ..tiers.base import Tier
 from ..units import format_size
 from .request import FinishReason, Request
 from .sampling import Drawn, sample
 from .selftest import set_direct, why_one_by_one
+
+# How long a step reads blocks from the colder tier into the pool: some at least.
+LOAD_SECONDS = 0.1
 
 
 @dataclass
@@ -42,16 +52,31 @@ class Flight:
 
 class Engine:
     def __init__(
-        self, model: Module, plan: Plan, stop_tokens: set[int], prefix_cache: bool = True, decode_steps: int = 1
+        self,
+        model: Module,
+        plan: Plan,
+        stop_tokens: set[int],
+        prefix_cache: bool = True,
+        decode_steps: int = 1,
+        tier: Tier | None = None,
+        write_through: bool = False,
+        report: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Allocates the pool of `plan`; a request ends at any of `stop_tokens`."""
+        """Allocates the pool of `plan`; a request ends at any of `stop_tokens`.
+
+        The engine closes `tier`; `report` then hears of bytes stored and in all.
+        """
         self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
         self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
         self.prefix: PrefixCache | None = None
         if prefix_cache:
-            self.prefix = PrefixCache(self.memory, fingerprint(model, plan), plan.snapshot_bytes)
+            name = fingerprint(model, plan)
+            self.prefix = PrefixCache(self.memory, name, plan.snapshot_bytes, tier, write_through)
+        self.tier, self._report = tier, report
         self.waiting: deque[Request] = deque()
-        self.prefilling: Request | None = None
+        self.loading: list[Request] = []
+        # The oldest first; it gets the next chunk.
+        self.prefilling: list[Request] = []
         self.running: list[Request] = []
         self.decode_steps = decode_steps
         # Tokens decoded since the last chunk of a prompt.
@@ -65,7 +90,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.prefilling or self.running)
+        return not (self.waiting or self.loading or self.prefilling or self.running)
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises if it can never be served."""
@@ -93,11 +118,16 @@ class Engine:
     def step(self) -> list[Request]:
         """Do a bounded piece of work; returns the requests that got a token or ended in it."""
         changed = self._admit()
-        if self.prefilling is not None and (not self.running or self._since_chunk >= self.decode_steps):
+        if self.loading:
             self.working = list(self.running)
             changed += self._land()
-            self.working = [self.prefilling]
-            self._prefill(self.prefilling)
+            self.working = list(self.loading)
+            self._load()
+        if self.prefilling and (not self.running or self._since_chunk >= self.decode_steps):
+            self.working = list(self.running)
+            changed += self._land()
+            self.working = self.prefilling[:1]
+            self._prefill(self.prefilling[0])
             self._since_chunk = 0
         if self.running:
             self.working = list(self.running)
@@ -127,16 +157,24 @@ class Engine:
         mx.eval(self.memory.arrays())
 
     def close(self) -> None:
-        """End all requests and forget all that is cached; the pools go with the engine."""
-        self.cancel([*self.waiting, *([self.prefilling] if self.prefilling else []), *self.running])
-        if self.prefix is not None:
-            self.prefix.clear()
+        """End all requests; what is cached goes to the colder tier, if there is one, and is forgotten here."""
+        self.cancel([*self.waiting, *self.loading, *self.prefilling, *self.running])
+        try:
+            for done, total in self.prefix.store_all() if self.prefix is not None else ():
+                if self._report is not None:
+                    self._report(done, total)
+        finally:
+            if self.prefix is not None:
+                self.prefix.forget()
+            if self.tier is not None:
+                self.tier.close()
 
     # Prefill
 
     def _admit(self) -> list[Request]:
-        """Start to prefill the oldest waiting request, if its worst case fits now; returns it if it is refused."""
-        if self.prefilling is not None or not self.waiting or len(self.running) >= self.plan.max_batch:
+        """Start with the oldest waiting request, if its worst case fits now; returns it if it is refused."""
+        busy = len(self.loading) + len(self.running)
+        if self.prefilling or not self.waiting or busy >= self.plan.max_batch:
             return []
         request = self.waiting[0]
         try:
@@ -146,15 +184,41 @@ class Engine:
                 request.sequence = self.memory.open(request.max_length)
         except OutOfBlocks:
             # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
-            if not self.running and self.prefix is not None:
+            if not busy and self.prefix is not None:
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
                 return [request]
             return []
-        self.prefilling = self.waiting.popleft()
-        request.cached_tokens = request.sequence.length
+        if request.sequence is None:
+            return []
+        self.waiting.popleft()
         request.started = time.perf_counter()
+        if self.prefix is not None and self.prefix.loading(request.sequence):
+            self.loading.append(request)
+        else:
+            self._begin(request, request.sequence)
         return []
+
+    def _begin(self, request: Request, sequence: Sequence) -> None:
+        """All that is cached of its prompt is in the pool: the rest can be computed."""
+        request.cached_tokens = sequence.length
+        self.prefilling.append(request)
+        self.prefilling.sort(key=lambda request: request.created)
+
+    def _load(self) -> None:
+        """Read blocks from the colder tier into the pool."""
+        assert self.prefix is not None
+        by_sequence = {request.sequence: request for request in self.loading}
+        for sequence, loaded in self.prefix.load(LOAD_SECONDS):
+            request = by_sequence[sequence]
+            self.loading.remove(request)
+            if loaded:
+                self._begin(request, sequence)
+            else:
+                # Again, without what could not be read.
+                request.sequence = None
+                self.memory.close(sequence)
+                self.waiting.appendleft(request)
 
     def _prefill(self, request: Request) -> None:
         sequence = request.sequence
@@ -172,8 +236,8 @@ class Engine:
                     self.prefix.snapshot(sequence)
         if sequence.length == last:
             sequence.prefilled()
+            self.prefilling.remove(request)
             self.running.append(request)
-            self.prefilling = None
 
     # Decode
 
@@ -269,14 +333,15 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.ended = time.perf_counter()
-        if request in self.waiting:
-            self.waiting.remove(request)
-        if request in self.running:
-            self.running.remove(request)
-        if request is self.prefilling:
-            self.prefilling = None
+        for place in (self.waiting, self.loading, self.prefilling, self.running):
+            if request in place:
+                place.remove(request)
         sequence, request.sequence = request.sequence, None
         if sequence is None:
+            return
+        if self.prefix is not None and self.prefix.loading(sequence):
+            self.prefix.abandon(sequence)
+            self.memory.close(sequence)
             return
         if reason == "error":
             self._discard(sequence)

@@ -29,6 +29,12 @@ MAX_ELEMENTS = 2**31 - 1
 SNAPSHOTS = 8
 # Sequences whose window is kept, for each that may run, if half of the budget allows.
 WINDOWS = 4
+# Parts on their way from the disk that are not read into the pool directly: states, and blocks on CUDA.
+READERS = 2
+# What a block's file has beside its content, amply.
+HEADER = 2**16
+# The most memory for blocks on their way to the disk, unless it is set.
+QUEUE = 256 * 2**20
 # Attention scores of a prefill step stay below this: long contexts are read in smaller chunks.
 SCORES = 256 * 2**20
 
@@ -54,6 +60,8 @@ class Plan:
     workspace: int
     # For recurrent states kept in the prefix cache.
     snapshot_bytes: int
+    # For blocks on their way to the disk; 0 without a disk cache.
+    queue: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -66,8 +74,13 @@ class Plan:
         return self.layout.sequence_bytes * self.max_batch + self.snapshot_bytes
 
     @property
+    def staging(self) -> int:
+        """Memory for blocks on their way to the disk and back."""
+        return self.queue + READERS * largest_part(self.layout, self.block_size) if self.queue else 0
+
+    @property
     def total(self) -> int:
-        return self.weights + self.pool_bytes + self.state_bytes + self.workspace + MARGIN
+        return self.weights + self.pool_bytes + self.state_bytes + self.workspace + self.staging + MARGIN
 
     @property
     def longest(self) -> int:
@@ -94,7 +107,7 @@ class Plan:
             raise MemoryBudgetError(
                 f"the plan needs {format_size(self.total)} (weights {format_size(self.weights)}, "
                 f"KV pool {format_size(self.pool_bytes + self.state_bytes)}, "
-                f"workspace {format_size(self.workspace)}, margin {format_size(MARGIN)}), "
+                f"workspace {format_size(self.workspace + self.staging)}, margin {format_size(MARGIN)}), "
                 f"but {format_size(self.device.available)} of {self.device.name}'s memory is available; "
                 f"lower --kv-memory (now {format_size(self.budget)}) or --prefill-chunk, or use a smaller model"
             )
@@ -267,7 +280,30 @@ def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
         prefill_chunk=chunk,
         workspace=workspace,
         snapshot_bytes=snapshots,
+        queue=_queue_bytes(layout, settings, chunk) if settings.disk_cache is not None else 0,
     )
+
+
+def largest_part(layout: Layout, block_size: int) -> int:
+    """Bytes of the largest thing that moves between memory and disk as a whole, with its header."""
+    blocks = [group.token_bytes * block_size for group in layout.groups]
+    return max([*blocks, layout.sequence_bytes]) + HEADER
+
+
+def _queue_bytes(layout: Layout, settings: Settings, chunk: int) -> int:
+    """Room for what one chunk of a prompt may evict, and never less than for two parts."""
+    least = 2 * largest_part(layout, settings.block_size)
+    if settings.disk_queue is not None:
+        queue = parse_size(settings.disk_queue, name="--disk-queue")
+        if queue < least:
+            raise MemoryBudgetError(
+                f"--disk-queue is {format_size(queue)}, but two blocks of this model are {format_size(least)}; "
+                "raise it to that, or lower --block-size"
+            )
+        return queue
+    token = sum(group.token_bytes for group in layout.groups)
+    evicted = token * (chunk + 2 * settings.block_size) + 2 * layout.sequence_bytes
+    return max(least, min(QUEUE, evicted))
 
 
 def _full_length_bytes(layout: Layout, settings: Settings, context: int, chunk: int) -> int:

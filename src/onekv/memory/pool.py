@@ -194,8 +194,8 @@ class Pool:
         mx.synchronize()
         filled = [arrays for arrays in self.layers if arrays.k.size]
         # Gathered, because a slice would share the buffer that is then written; and computed before it is.
-        keys = [self._gather(arrays.k, source) for arrays in filled]
-        values = [self._gather(arrays.v, source) for arrays in filled if arrays.v.size]
+        keys = [self.gather(arrays.k, source) for arrays in filled]
+        values = [self.gather(arrays.v, source) for arrays in filled if arrays.v.size]
         mx.eval(keys, values)
         slots = slice(target * self.block_size, (target + 1) * self.block_size)
         for arrays in filled:
@@ -215,7 +215,8 @@ class Pool:
                     if array.size:
                         array[:, slots] = 0
 
-    def _gather(self, array: mx.array, block: int) -> mx.array:
+    def gather(self, array: mx.array, block: int) -> mx.array:
+        """One block of one of the arrays, copied: [heads, block_size, dim]."""
         heads, _, dim = array.shape
         rows = mx.arange(heads) * self.blocks + block
         return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)

@@ -5,13 +5,15 @@
 
 Block i of the table holds positions [i * block_size, (i + 1) * block_size). A sliding window forgets blocks that no
 later query reads: they go back to the pool at once, but their number stays reserved for the table's own growth. The
-blocks of a cached prefix are shared: they are referred to, never written.
+blocks of a cached prefix are shared: they are referred to, never written. Those that are cached in a colder tier are
+`WANTED`: the table takes blocks of its own for them, to be filled from there.
 """
 
 from .layout import Rule
 from .pool import OutOfBlocks, Pool
 
 FORGOTTEN = -1
+WANTED = -2
 
 
 def blocks_needed(rule: Rule, block_size: int, length: int, chunk: int) -> int:
@@ -28,7 +30,8 @@ class Table:
     def __init__(self, pool: Pool, length: int, chunk: int, prefix: list[int] | None = None) -> None:
         """A table that may grow to `length` tokens in steps of at most `chunk`: reserves the blocks that takes.
 
-        It starts with the blocks of `prefix`, which are shared. Raises OutOfBlocks, holding nothing.
+        It starts with the blocks of `prefix`, which are shared, and takes new ones where that says WANTED. Raises
+        OutOfBlocks, holding nothing.
         """
         self.pool = pool
         self.rule = pool.group.rule
@@ -47,10 +50,21 @@ class Table:
         except OutOfBlocks:
             pool.release(self.held)
             raise
+        self._take_wanted()
+
+    def _take_wanted(self) -> None:
+        wanted = [i for i, block in enumerate(self.blocks) if block == WANTED]
+        if not wanted:
+            return
+        last = self.blocks[wanted[0] - 1] if wanted[0] else FORGOTTEN
+        taken = self.pool.take(len(wanted), None if last < 0 else last, self._missing)
+        self._reserved -= len(wanted)
+        for index, block in zip(wanted, taken, strict=True):
+            self.blocks[index] = block
 
     @property
     def held(self) -> list[int]:
-        return [block for block in self.blocks if block != FORGOTTEN]
+        return [block for block in self.blocks if block >= 0]
 
     def live(self) -> list[int]:
         """Indices into `blocks` of those still held, in order."""
@@ -59,7 +73,7 @@ class Table:
     @property
     def _missing(self) -> int:
         """Blocks between what there is and the full length."""
-        return -(-self.length // self.pool.block_size) - len(self.blocks)
+        return -(-self.length // self.pool.block_size) - len(self.blocks) + self.blocks.count(WANTED)
 
     def _keep_in_reserve(self) -> None:
         """Reserve what the table may take before it gives a block back."""

@@ -6,25 +6,26 @@ block it fills is published; when it ends, its last, partial block too. Nothing 
     open       tokens: [ shared blocks ...... | tail | to compute ............ ]
                          referenced             taken over, or one block copied
     publish    a full block whose tokens are known already: the sequence takes the known one and frees its own
-    evict      least recently used leaves; of a window alone, its blocks, wherever they are in the tree
+    evict      see eviction.py; what is evicted may go to a colder tier and come back from there, see cold.py
 
 Recurrent states are stored as snapshots, references to immutable arrays, each with the length it is the state of.
 """
 
-import heapq
-import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
-from ..memory.pool import IntegrityError, OutOfBlocks, Pool
+from ..memory.pool import IntegrityError, OutOfBlocks
 from ..memory.sequence import Sequence
 from ..memory.table import FORGOTTEN
+from ..tiers.base import Tier
 from ..units import format_size
-from .figures import EVICTED, NEVER_SEEN, NO_SNAPSHOT, OTHER_SALT, Figures, PrefixStats
+from .cold import Cold, Loading, Place
+from .eviction import Eviction
+from .figures import DAMAGED, EVICTED, NEVER_SEEN, NO_SNAPSHOT, OTHER_SALT, Figures, PrefixStats
 from .index import TOKEN_BYTES, Index, Match, Node, as_bytes, held
-from .restore import Piece, restore_point
+from .restore import Piece, blocks_read, restore_point
 from .snapshots import Snapshot, Snapshots, message_ends
 
 
@@ -35,10 +36,20 @@ class Chain:
     node: Node
     # Where a snapshot would have let the sequence start, had there been one.
     junction: int = 0
+    # Why no more of its tokens was cached; None if all were.
+    missed: str | None = None
 
 
 class PrefixCache:
-    def __init__(self, memory: KVMemory, fingerprint: str, snapshot_budget: int) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        fingerprint: str,
+        snapshot_budget: int,
+        tier: Tier | None = None,
+        write_through: bool = False,
+    ) -> None:
+        """Evicted blocks go to `tier`; with `write_through` all blocks do, as soon as they are full."""
         self._memory = memory
         self._recurrent = bool(memory.layout.states)
         self._size = memory.block_size
@@ -46,21 +57,34 @@ class PrefixCache:
         self._chains: dict[Sequence, Chain] = {}
         self.snapshots = Snapshots(snapshot_budget)
         self._figures = Figures()
-        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in memory.pools]
-        for group, pool in enumerate(memory.pools):
-            pool.reclaim = partial(_reclaim, weakref.ref(self), group)
+        self._cold = Cold(tier, memory, self.index, self.snapshots) if tier is not None else None
+        self._through = self._cold if write_through else None
+        chains = self._chains
+        self._eviction = Eviction(
+            memory,
+            self.index,
+            self.snapshots,
+            self._figures,
+            self._cold,
+            lambda node: any(chain.node is node for chain in chains.values()),
+        )
 
     # Starting a sequence
 
-    def open(self, tokens: list[int], max_length: int, salt: str = "") -> Sequence:
+    def open(self, tokens: list[int], max_length: int, salt: str = "") -> Sequence | None:
         """A sequence for `tokens` that has stored as many of them as are cached, but never the last one.
 
-        Raises OutOfBlocks if what is left to compute cannot be promised; then nothing has changed.
+        It may be loading first (`loading`). None: another one loads what this one needs; try again later. Raises
+        OutOfBlocks if what is left to compute cannot be promised; then nothing has changed.
         """
         match = self.index.match(as_bytes(tokens), salt, len(tokens) - 1)
         pieces = self._pieces(match)
-        path = [*match.nodes, *([match.tail] if match.tail else [])]
         length = self._restore_point(pieces)
+        if self._cold is not None and length < len(tokens) - 1:
+            places, reach = self._cold.reach(match, as_bytes(tokens), len(tokens) - 1)
+            if reach > length:
+                return self._open_cold(self._cold, match, places, reach, tokens, max_length, salt)
+        path = [*match.nodes, *([match.tail] if match.tail else [])]
         try:
             sequence = self._open_at(path, length, max_length)
         except OutOfBlocks:
@@ -68,9 +92,67 @@ class PrefixCache:
             length = self._restore_point(pieces[: len(match.nodes)])
             sequence = self._open_at(path, length, max_length)
         node = path[length // self._size - 1] if length >= self._size else match.root
-        self._chains[sequence] = Chain(node, match.length - match.length % self._size)
-        self._count(match, length, tokens, salt)
+        missed = self._missed(match.nodes[-1] if match.nodes else match.root, match.length, length, tokens, salt)
+        self._chains[sequence] = Chain(node, match.length - match.length % self._size, missed)
+        self._figures.started(length, missed)
         return sequence
+
+    def _open_cold(
+        self,
+        cold: Cold,
+        match: Match,
+        places: list[Place],
+        length: int,
+        tokens: list[int],
+        max_length: int,
+        salt: str,
+    ) -> Sequence | None:
+        """A sequence that reads from the colder tier what RAM lacks of its first `length` tokens."""
+        wanted = cold.wanted(places, length)
+        if cold.busy(places, wanted):
+            return None
+        sequence = cold.open(tokens, max_length, places, length, wanted)
+        # Publishing gives nodes what was read for them, so it starts before the first of those.
+        first = min(wanted[0][0], len(match.nodes))
+        node = match.nodes[first - 1] if first else match.root
+        while node.parent is not None and self.index.nodes.get(node.key) is not node:
+            # Evicted just now, for the blocks to read into.
+            node = node.parent
+        known = places[-1].end
+        missed = self._missed_after(places, known, length, tokens, salt)
+        self._chains[sequence] = Chain(node, known - known % self._size, missed)
+        return sequence
+
+    def loading(self, sequence: Sequence) -> bool:
+        """Whether it waits for what is read from the colder tier; it must not be used before that has ended."""
+        return self._cold is not None and sequence in self._cold.loading
+
+    def load(self, seconds: float) -> list[tuple[Sequence, bool]]:
+        """Read what loading sequences wait for, for about `seconds`; no step may be in the air.
+
+        Returns the sequences that have ended loading, and whether that went well. If not, close it and open it again:
+        what could not be read is not offered a second time.
+        """
+        if self._cold is None:
+            return []
+        ended = self._cold.load(seconds)
+        for loading in ended:
+            for key in loading.failed:
+                self._figures.remember(key, DAMAGED)
+            if loading.failed:
+                self._chains.pop(loading.sequence)
+            else:
+                self._loaded(loading)
+        return [(loading.sequence, not loading.failed) for loading in ended]
+
+    def _loaded(self, loading: Loading) -> None:
+        sequence, chain = loading.sequence, self._chains[loading.sequence]
+        sequence.length = loading.length
+        if loading.states is not None:
+            sequence.states = loading.states
+        self.publish(sequence, loading.tokens)
+        self.snapshot(sequence)
+        self._figures.started(loading.length, chain.missed)
 
     def _restore_point(self, pieces: list[Piece]) -> int:
         rules = [pool.group.rule for pool in self._memory.pools]
@@ -122,14 +204,11 @@ class PrefixCache:
         """Per group, the whole blocks a sequence that continues at `length` refers to."""
         prefixes = []
         for group, pool in enumerate(self._memory.pools):
-            rule = pool.group.rule
-            first, kept = rule.first(length) // self._size, -(-min(rule.keep, length) // self._size)
-            prefixes.append(
-                [
-                    node.blocks[group] if i >= first or i < kept else FORGOTTEN
-                    for i, node in enumerate(path[: length // self._size])
-                ]
-            )
+            blocks = [FORGOTTEN] * (length // self._size)
+            for i in blocks_read(pool.group.rule, length, self._size):
+                if i < len(blocks):
+                    blocks[i] = path[i].blocks[group]
+            prefixes.append(blocks)
         return prefixes
 
     def _continue_block(self, sequence: Sequence, tail: Node, length: int) -> None:
@@ -140,7 +219,7 @@ class PrefixCache:
             for table, block in zip(sequence.tables, tail.blocks, strict=True):
                 if block != FORGOTTEN:
                     table.adopt(block)
-            self._remove(tail)
+            self._eviction.remove(tail)
             return
         for group, (table, pool) in enumerate(zip(sequence.tables, pools, strict=True)):
             if held(tail, group):
@@ -155,12 +234,19 @@ class PrefixCache:
         sequence.states = [list(state) for state in snapshot.states]
         self.snapshots.use(node.key)
 
-    def probe(self, tokens: list[int], salt: str = "") -> tuple[int, str | None]:
-        """How many of `tokens` a request would find cached now, and why not more; changes nothing."""
+    def probe(self, tokens: list[int], salt: str = "") -> tuple[int, int, str | None]:
+        """How many of `tokens` a request would find cached now, how many of those in RAM, and why not more.
+
+        Changes nothing.
+        """
         match = self.index.match(as_bytes(tokens), salt, len(tokens) - 1, touch=False)
-        length = self._restore_point(self._pieces(match))
-        why = self._why_not_more(match, length, tokens, salt) if length < len(tokens) - 1 else None
-        return length, why
+        hot = self._restore_point(self._pieces(match))
+        if self._cold is not None and hot < len(tokens) - 1:
+            places, reach = self._cold.reach(match, as_bytes(tokens), len(tokens) - 1)
+            if reach > hot:
+                return reach, hot, self._missed_after(places, places[-1].end, reach, tokens, salt)
+        last = match.nodes[-1] if match.nodes else match.root
+        return hot, hot, self._missed(last, match.length, hot, tokens, salt)
 
     # What a sequence leaves behind
 
@@ -201,8 +287,15 @@ class PrefixCache:
             if block != FORGOTTEN:
                 pool.keep(block)
         node = self.index.add(parent, tokens, blocks)
-        self._offer(node)
+        self._eviction.offer(node)
+        if len(tokens) == self._size * TOKEN_BYTES:
+            self._write_through(node)
         return node
+
+    def _write_through(self, node: Node) -> None:
+        for group in range(len(self._memory.pools)):
+            if self._through is not None and held(node, group):
+                self._through.store(node, group)
 
     def _use_known(self, sequence: Sequence, node: Node) -> Node:
         """Computed by another at the same time: one copy stays, the one that is known."""
@@ -216,8 +309,9 @@ class PrefixCache:
             else:
                 pool.keep(own)
                 node.blocks[group] = own
+        self._write_through(node)
         self.index.touch(node)
-        self._offer(node)
+        self._eviction.offer(node)
         return node
 
     def snapshot(self, sequence: Sequence) -> None:
@@ -227,20 +321,11 @@ class PrefixCache:
             self._store_snapshot(node, sequence)
 
     def _store_snapshot(self, node: Node, sequence: Sequence) -> None:
-        states = self._memory.states_of(sequence)
-        for key in self.snapshots.put(node.key, Snapshot(sequence.length, states)):
-            # Pruning one may have taken others before it along.
-            if key in self.index.nodes:
-                self._prune(self.index.nodes[key])
-
-    def _prune(self, node: Node) -> None:
-        """Without attention layers a node is worth no more than the snapshots at and after it."""
-        while not self._memory.pools and node.parent is not None and self._removable(node):
-            if self._has_snapshot(node):
-                return
-            parent = node.parent
-            self.index.remove(node)
-            node = parent
+        snapshot = Snapshot(sequence.length, self._memory.states_of(sequence))
+        if self._through is not None:
+            self._through.store_states(node, snapshot)
+        for key, dropped in self.snapshots.put(node.key, snapshot):
+            self._eviction.snapshot_dropped(key, dropped)
 
     def finish(self, sequence: Sequence, tokens: list[int]) -> None:
         """The sequence ends: all it has stored stays cached. Close it afterwards."""
@@ -252,136 +337,64 @@ class PrefixCache:
             node = self._enter_tail(sequence, node, as_bytes(tokens[node.end : stored]))
         if self._recurrent and node.end == sequence.length and node.parent is not None:
             self._store_snapshot(node, sequence)
-        for used in node.path():
+        path = list(node.path())
+        for used in path:
             self.index.touch(used)
-        self._offer(node)
-        self._prune(node)
+        if self._cold is not None:
+            self._cold.tier.touch([used.key for used in path])
+        self._eviction.offer(node)
+        self._eviction.prune(node)
 
     def abandon(self, sequence: Sequence) -> Node:
-        """The sequence failed: nothing more of it is kept. Close it, then `discard` the node this gives."""
+        """Nothing more of the sequence is kept. Close it; if it failed, then `discard` the node this gives."""
+        if self._cold is not None and sequence in self._cold.loading:
+            self._cold.cancel(sequence)
         return self._chains.pop(sequence).node
 
     def discard(self, node: Node) -> None:
         """Forget `node` and those before it that nobody else uses or continues."""
-        while node.parent is not None and self._removable(node):
-            parent = node.parent
-            self._remove(node)
-            node = parent
-        self._offer(node)
+        self._eviction.discard(node)
 
     def _enter_tail(self, sequence: Sequence, parent: Node, tokens: bytes) -> Node:
         """A partial block as a leaf, unless a sibling has all of it; a sibling it extends is dropped."""
         for sibling in list(parent.children.values()):
             if sibling.tokens.startswith(tokens):
                 return parent if len(sibling.tokens) > len(tokens) else sibling
-            if tokens.startswith(sibling.tokens) and self._removable(sibling):
-                self._remove(sibling)
+            if tokens.startswith(sibling.tokens) and self._eviction.removable(sibling):
+                self._eviction.remove(sibling)
         return self._enter(sequence, parent, tokens)
 
-    # Eviction
-
-    def _offer(self, node: Node) -> None:
-        """Put a node where eviction looks: stale entries are recognised by their time."""
-        for group, pool in enumerate(self._memory.pools):
-            if node.parent is not None and (not node.children or pool.group.rule.span is not None):
-                heapq.heappush(self._heaps[group], (node.last_used, id(node), node))
-                if len(self._heaps[group]) > 4 * len(self.index.nodes) + 1024:
-                    # Mostly stale; it is built anew when something must be evicted.
-                    self._heaps[group].clear()
-
-    def reclaim(self, group: int, count: int) -> None:
-        """Free `count` blocks of one pool, the least recently used ones."""
-        pool = self._memory.pools[group]
-        wanted = pool.free + count
-        rebuilt = False
-        while pool.free < wanted:
-            if not self._heaps[group]:
-                if rebuilt:
-                    raise IntegrityError(f"{count} blocks of {pool.group.rule} cannot be evicted")
-                rebuilt = True
-                for node in self.index.nodes.values():
-                    self._offer(node)
-                continue
-            used, _, node = heapq.heappop(self._heaps[group])
-            if used != node.last_used or self.index.nodes.get(node.key) is not node or not held(node, group):
-                continue
-            if self._idle(pool, node.blocks[group]) and self._evict(group, pool, node):
-                rebuilt = False
-
-    def _evict(self, group: int, pool: Pool, node: Node) -> bool:
-        """Drop a leaf whole; of a node that must stay, a window's block alone. False if neither is possible."""
-        parent = node.parent
-        if self._removable(node):
-            self._figures.evicted(node.key)
-            self._remove(node)
-            if parent is not None and not parent.children:
-                self._offer(parent)
-        elif pool.group.rule.span is not None:
-            pool.drop(node.blocks[group])
-            node.blocks[group] = FORGOTTEN
-        else:
-            return False
-        self._figures.evicted_blocks += 1
-        return True
-
-    def _idle(self, pool: Pool, block: int) -> bool:
-        return not pool.references[block] and not pool.pinned[block]
-
-    def _removable(self, node: Node) -> bool:
-        """A leaf that is not pinned and that no running sequence refers to or continues from."""
-        if node.children or node.pins or any(chain.node is node for chain in self._chains.values()):
-            return False
-        pools = enumerate(self._memory.pools)
-        return all(not held(node, g) or pool.references[node.blocks[g]] == 0 for g, pool in pools)
-
-    def _remove(self, node: Node) -> None:
-        self.snapshots.drop(node.key)
-        for pool, block in zip(self._memory.pools, node.blocks, strict=True):
-            if block != FORGOTTEN:
-                pool.drop(block)
-        node.blocks = [FORGOTTEN] * len(node.blocks)
-        self.index.remove(node)
+    # All of it
 
     def clear(self) -> None:
-        """Forget everything that no running sequence uses and that is not pinned."""
-        leaves = [node for node in self.index.nodes.values() if self._removable(node)]
-        while leaves:
-            node = leaves.pop()
-            parent = node.parent
-            self._remove(node)
-            if parent is not None and parent.parent is not None and self._removable(parent):
-                leaves.append(parent)
+        """Forget everything that no running sequence uses and that is not pinned; in the colder tier, everything."""
+        self.forget()
+        if self._cold is not None:
+            self._cold.tier.clear()
+
+    def forget(self) -> None:
+        """Like `clear`, but what the colder tier has stays there."""
+        self._eviction.clear()
+
+    def store_all(self) -> Iterator[tuple[int, int]]:
+        """Offer to the colder tier all that is cached and fits there, waiting for it; gives (bytes done, in all)."""
+        return self._cold.store_all() if self._cold is not None else iter(())
 
     # Pins
 
     def pin(self, tokens: list[int], salt: str = "") -> int:
         """Never evict the blocks that are cached of `tokens`; returns how many tokens they hold."""
         path = self._known(tokens, salt)
-        for group, pool in enumerate(self._memory.pools):
-            blocks = [node.blocks[group] for node in path if held(node, group)]
-            if blocks and not pool.can_pin(blocks):
-                raise MemoryBudgetError(
-                    f"a prompt of {len(tokens)} tokens cannot be pinned: {len(blocks)} of {pool.blocks} blocks, and "
-                    f"{pool.available} are not promised to running requests; pin less or raise --kv-memory"
-                )
-        self._change_pins(path, 1)
+        self._eviction.pin(path)
         return path[-1].end if path else 0
 
     def unpin(self, tokens: list[int], salt: str = "") -> None:
         """Take back one pin of `tokens`."""
-        self._change_pins([node for node in self._known(tokens, salt) if node.pins], -1)
+        self._eviction.unpin(self._known(tokens, salt))
 
     def _known(self, tokens: list[int], salt: str) -> list[Node]:
         match = self.index.match(as_bytes(tokens), salt, len(tokens))
         return [*match.nodes, *([match.tail] if match.tail and match.length == match.tail.end else [])]
-
-    def _change_pins(self, nodes: list[Node], change: int) -> None:
-        for node in nodes:
-            node.pins += change
-            for pool, block in zip(self._memory.pools, node.blocks, strict=True):
-                if block != FORGOTTEN:
-                    pool.pin(block, node.pins > 0)
-            self._offer(node)
 
     def refusal(self) -> MemoryBudgetError:
         """Why nothing can be admitted although nothing runs: what is left is pinned."""
@@ -394,21 +407,26 @@ class PrefixCache:
 
     # Figures
 
-    def _count(self, match: Match, length: int, tokens: list[int], salt: str) -> None:
-        if length:
-            self._figures.hit(length)
-        if length < len(tokens) - 1:
-            self._figures.misses[self._why_not_more(match, length, tokens, salt)] += 1
+    def _missed(self, last: Node, known: int, length: int, tokens: list[int], salt: str) -> str | None:
+        """Why a sequence that continues at `length` finds no more; `last` is the last whole block of `known` tokens."""
+        return self._why(last.key, last.end, known, length, tokens, salt)
 
-    def _why_not_more(self, match: Match, length: int, tokens: list[int], salt: str) -> str:
-        if length < match.length:
+    def _missed_after(self, places: list[Place], known: int, length: int, tokens: list[int], salt: str) -> str | None:
+        whole = [place for place in places if place.end % self._size == 0]
+        last = whole[-1].address.key if whole else self.index.root(salt).key
+        return self._why(last, len(whole) * self._size, known, length, tokens, salt)
+
+    def _why(self, last: bytes, end: int, known: int, length: int, tokens: list[int], salt: str) -> str | None:
+        if length >= len(tokens) - 1:
+            return None
+        if length < known:
             return NO_SNAPSHOT if self._recurrent else EVICTED
-        parent = match.nodes[-1] if match.nodes else match.root
-        block = as_bytes(tokens[parent.end : parent.end + self._size])
-        if self._figures.was_evicted(self.index.child_key(parent, block)):
-            return EVICTED
+        block = as_bytes(tokens[end : end + self._size])
+        gone = self._figures.why_gone(self.index.key_after(last, block))
+        if gone is not None:
+            return gone
         others = (root for name, root in self.index.roots.items() if name != salt)
-        if not match.nodes and any(self.index.child_key(root, block) in self.index.nodes for root in others):
+        if not end and any(self.index.child_key(root, block) in self.index.nodes for root in others):
             return OTHER_SALT
         return NEVER_SEEN
 
@@ -443,10 +461,3 @@ class PrefixCache:
         total = sum(snapshot.nbytes for _, snapshot in self.snapshots.items())
         if total != self.snapshots.nbytes or total > self.snapshots.budget:
             raise IntegrityError(f"{self.snapshots.nbytes} bytes of snapshots are counted, {total} are held")
-
-
-def _reclaim(cache: "weakref.ref[PrefixCache]", group: int, count: int) -> None:
-    """What a pool calls to have blocks evicted; it must not keep the cache, and with it the pools, alive."""
-    owner = cache()
-    if owner is not None:
-        owner.reclaim(group, count)

@@ -3,11 +3,12 @@
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-# Keys of evicted blocks that are remembered, to tell "evicted" from "never seen".
+# Keys of blocks that are gone, remembered with the reason, to tell that from "never seen".
 REMEMBERED = 65536
 
 NO_SNAPSHOT = "no snapshot at that length"
 EVICTED = "evicted"
+DAMAGED = "damaged on disk"
 OTHER_SALT = "other salt"
 NEVER_SEEN = "never seen"
 
@@ -30,16 +31,21 @@ class Figures:
     def __init__(self) -> None:
         self.hits = self.reused = self.evicted_blocks = 0
         self.misses: Counter[str] = Counter()
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._gone: OrderedDict[bytes, str] = OrderedDict()
 
-    def hit(self, tokens: int) -> None:
-        self.hits += 1
-        self.reused += tokens
+    def started(self, cached: int, missed: str | None) -> None:
+        """A request found `cached` tokens, and not more for the reason `missed`, if there were more."""
+        if cached:
+            self.hits += 1
+            self.reused += cached
+        if missed is not None:
+            self.misses[missed] += 1
 
-    def evicted(self, key: bytes) -> None:
-        self._evicted[key] = None
-        if len(self._evicted) > REMEMBERED:
-            self._evicted.popitem(last=False)
+    def remember(self, key: bytes, reason: str) -> None:
+        """The block `key` is not cached any more."""
+        self._gone[key] = reason
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
 
-    def was_evicted(self, key: bytes) -> bool:
-        return key in self._evicted
+    def why_gone(self, key: bytes) -> str | None:
+        return self._gone.get(key)

@@ -89,7 +89,11 @@ class Index:
         return Match(root, nodes, tail, common)
 
     def child_key(self, parent: Node, tokens: bytes) -> bytes:
-        return _hash(parent.key + tokens)
+        return self.key_after(parent.key, tokens)
+
+    def key_after(self, parent: bytes, tokens: bytes) -> bytes:
+        """The key of `tokens` after the node with the key `parent`."""
+        return _hash(parent + tokens)
 
     def add(self, parent: Node, tokens: bytes, blocks: list[int]) -> Node:
         """A new node for `tokens` after `parent`."""

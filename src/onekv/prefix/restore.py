@@ -40,3 +40,11 @@ def _readable(pieces: Sequence[Piece], group: int, rule: Rule, n: int) -> bool:
     return all(
         piece.held[group] for piece in reversed(pieces) if piece.end > first or piece.start < min(rule.keep, first)
     )
+
+
+def blocks_read(rule: Rule, length: int, size: int) -> list[int]:
+    """Which blocks of `size` tokens a sequence that continues at `length` refers to, the last perhaps in part."""
+    end = -(-length // size)
+    first = min(rule.first(length) // size, end)
+    kept = min(-(-min(rule.keep, length) // size), first)
+    return [*range(kept), *range(first, end)]

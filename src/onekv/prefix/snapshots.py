@@ -39,17 +39,17 @@ class Snapshots:
         if key in self._kept:
             self._kept.move_to_end(key)
 
-    def put(self, key: bytes, snapshot: Snapshot) -> list[bytes]:
-        """Keep a snapshot, unless it is there or larger than the budget; returns the keys whose snapshots made room."""
+    def put(self, key: bytes, snapshot: Snapshot) -> list[tuple[bytes, Snapshot]]:
+        """Keep a snapshot, unless it is there or larger than the budget; returns those that made room for it."""
         size = snapshot.nbytes
         if key in self._kept or size > self.budget:
             self.use(key)
             return []
         gone = []
         while self.nbytes + size > self.budget:
-            oldest = next(iter(self._kept))
+            oldest, dropped = next(iter(self._kept.items()))
             self.drop(oldest)
-            gone.append(oldest)
+            gone.append((oldest, dropped))
         self._kept[key] = snapshot
         self.nbytes += size
         self.peak = max(self.peak, self.nbytes)

@@ -69,6 +69,7 @@ async def cache(request: Request) -> dict[str, Any]:
     return {
         "pools": [_pool(pool) for pool in stats.pools],
         "prefix": asdict(stats.prefix) if stats.prefix is not None else None,
+        "tiers": [asdict(tier) for tier in stats.tiers],
         "memory": asdict(stats.memory),
         "requests": {"waiting": stats.waiting, "running": stats.running},
     }
@@ -123,15 +124,15 @@ async def probe(request: Request, body: ProbeBody) -> dict[str, Any]:
     salt: str = request.state.salt
     tokens = await asyncio.to_thread(_tokens, backend, body)
 
-    def look(llm: LLM) -> tuple[int, str | None]:
+    def look(llm: LLM) -> tuple[int, int, str | None]:
         prefix = llm.engine.prefix
-        return prefix.probe(tokens, salt) if prefix is not None else (0, "the prefix cache is off")
+        return prefix.probe(tokens, salt) if prefix is not None else (0, 0, "the prefix cache is off")
 
-    cached, reason = await backend.call(look)
+    cached, hot, reason = await backend.call(look)
     if reason == OTHER_SALT:
         # What others asked is not for this key to know.
         reason = NEVER_SEEN
-    return {"tokens": len(tokens), "cached": cached, "reason": reason}
+    return {"tokens": len(tokens), "cached": cached, "cached_in_memory": hot, "reason": reason}
 
 
 def _tokens(backend: Backend, body: ProbeBody) -> list[int]:

@@ -15,6 +15,7 @@ from ..engine import End, Event, Piece, Request
 from ..errors import OneKVError
 from ..llm import MemoryStats, PoolStats, Stats
 from ..prefix.figures import PrefixStats
+from ..tiers.base import TierStats
 
 # Seconds: from 1 ms, between two tokens on a fast device, to 5 minutes, a long answer.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -125,6 +126,7 @@ class _Snapshot(Collector):
         yield from _memory(self.stats.memory)
         if self.stats.prefix is not None:
             yield from _prefix(self.stats.prefix)
+        yield from _tiers(self.stats.tiers)
 
 
 def pool_owners(pool: PoolStats) -> dict[str, int]:
@@ -175,3 +177,33 @@ def _prefix(prefix: PrefixStats) -> Iterator[Metric]:
     for reason, count in prefix.misses.items():
         misses.add_metric([reason], count)
     yield misses
+
+
+def _tiers(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
+    """Per tier; nothing where there is none."""
+    gauges = {
+        "blocks": "Blocks in a tier colder than the pool.",
+        "bytes": "Bytes a tier takes.",
+        "limit": "Bytes a tier may take.",
+        "queued_bytes": "Bytes that wait to be written to a tier.",
+    }
+    counters = {
+        "hits": "Blocks that came back from a tier into the pool.",
+        "promoted_bytes": "Bytes that came back from a tier into the pool.",
+        "promoted_seconds": "Time in which they did.",
+        "writes": "Blocks written to a tier.",
+        "written_bytes": "Bytes written to a tier.",
+        "evicted": "Blocks a tier dropped to hold its limit.",
+        "discarded": "Blocks that were to go to a tier and were dropped: queue full, budget spent or disk refused.",
+        "corrupt": "Blocks in a tier that were damaged or missing, and were computed again.",
+    }
+    for name, text in gauges.items() if tiers else ():
+        family = GaugeMetricFamily(f"onekv_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            family.add_metric([tier.name], getattr(tier, name))
+        yield family
+    for name, text in counters.items() if tiers else ():
+        counter = CounterMetricFamily(f"onekv_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            counter.add_metric([tier.name], getattr(tier, name))
+        yield counter

@@ -12,6 +12,7 @@ import uvicorn
 
 from ..errors import SettingError
 from ..report import plan_table
+from ..units import format_size
 from .app import create_app
 from .backend import Backend
 from .settings import ServerSettings
@@ -81,6 +82,9 @@ def _greet(backend: Backend, listener: socket.socket, keys: list[str]) -> None:
     body = {"model": backend.name, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
     key = " -H 'Authorization: Bearer KEY'" if keys else ""
     print(plan_table(backend.llm.plan), file=sys.stderr)
+    tiers = backend.llm.stats().tiers
+    for tier in tiers:
+        print(f"\n{tier.name} cache: {format_size(tier.bytes)} of {format_size(tier.limit)}", file=sys.stderr)
     print(f"{backend.name} is served on http://{shown}:{port}. Try:", file=sys.stderr)
     print(
         f"  curl http://{shown}:{port}/v1/chat/completions{key} -H 'Content-Type: application/json' "

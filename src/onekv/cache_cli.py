@@ -1,0 +1,239 @@
+"""`onekv cache`: look into the folder of a disk cache, check it, empty it.
+
+`ls` and `stats` read the index alone and work while a server uses the folder. `verify` and `clear` take the folder for
+themselves, and say who has it if that is not possible.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from .config import AUTO, variable
+from .errors import SettingError
+from .report import table
+from .tiers.folder import INDEX, INDEX_FILES, Folder, file_size, is_ours
+from .tiers.index import DiskIndex
+from .tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify
+from .tiers.opening import default_folder
+from .units import format_size
+
+# Digits of a model's hash that are shown; `clear --model` takes any number of them.
+DIGITS = 8
+STRAY = 5
+
+
+def run(arguments: argparse.Namespace) -> int | None:
+    commands = {"ls": _ls, "stats": _stats, "verify": _verify, "clear": _clear}
+    return commands[arguments.action](arguments, _folder(arguments))
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    """The folder that is meant. It must be a disk cache: nothing is made here."""
+    name = arguments.disk_cache or os.environ.get(variable("disk_cache")) or AUTO
+    folder = default_folder() if name == AUTO else Path(name).expanduser().absolute()
+    if not folder.exists():
+        raise SettingError(f"there is no disk cache {folder}; give its folder with --disk-cache")
+    if not is_ours(folder):
+        raise SettingError(f"{folder} is not a disk cache of OneKV; give its folder with --disk-cache")
+    return folder
+
+
+# Looking
+
+
+def _ls(arguments: argparse.Namespace, folder: Path) -> None:
+    uses = models(folder)
+    if arguments.json:
+        print(json.dumps([_model(use) for use in uses], indent=2))
+        return
+    if not uses:
+        print(f"the disk cache {folder} is empty")
+        return
+    print(f"{folder}\n\n{_table(uses)}")
+
+
+def _model(use: ModelUse) -> dict[str, Any]:
+    return {name: value for name, value in asdict(use).items() if name != "id"}
+
+
+def _table(uses: list[ModelUse]) -> str:
+    now = time.time()
+    rows = [
+        [
+            use.name,
+            use.hash[:DIGITS],
+            f"{use.blocks:,}",
+            format_size(use.bytes),
+            ago(now, use.created),
+            ago(now, use.used),
+        ]
+        for use in uses
+    ]
+    return table(rows, ["model", "id", "blocks", "size", "oldest", "last used"])
+
+
+@dataclass(frozen=True)
+class FolderStats:
+    """Of all models. Times are seconds since 1970, None if there is nothing."""
+
+    folder: str
+    models: int
+    blocks: int
+    files: int
+    bytes: int
+    index_bytes: int
+    free_bytes: int
+    written_today_bytes: int
+    oldest: float | None
+    last_used: float | None
+
+
+def _stats(arguments: argparse.Namespace, folder: Path) -> None:
+    uses = models(folder)
+    stats = FolderStats(
+        folder=str(folder),
+        models=len(uses),
+        blocks=sum(use.blocks for use in uses),
+        files=sum(use.parts for use in uses),
+        bytes=sum(use.bytes for use in uses),
+        index_bytes=sum(file_size(folder / name) for name in INDEX_FILES),
+        free_bytes=shutil.disk_usage(folder).free,
+        written_today_bytes=_written(folder, datetime.now(timezone.utc).date().isoformat()),
+        oldest=min((use.created for use in uses if use.created is not None), default=None),
+        last_used=max((use.used for use in uses if use.used is not None), default=None),
+    )
+    if arguments.json:
+        print(json.dumps(asdict(stats), indent=2))
+        return
+    now = time.time()
+    rows = [
+        ["models", f"{stats.models:,}"],
+        ["blocks", f"{stats.blocks:,}"],
+        ["files", f"{stats.files:,}"],
+        ["size of the files", format_size(stats.bytes)],
+        ["size of the index", format_size(stats.index_bytes)],
+        ["free on that disk", format_size(stats.free_bytes)],
+        ["written today (UTC)", format_size(stats.written_today_bytes)],
+        ["oldest", ago(now, stats.oldest)],
+        ["last used", ago(now, stats.last_used)],
+    ]
+    print(f"{folder}\n\n{table(rows, ['disk cache', ''])}")
+
+
+def _written(folder: Path, day: str) -> int:
+    if not (folder / INDEX).exists():
+        return 0
+    try:
+        index = DiskIndex(folder / INDEX, read_only=True)
+        try:
+            return index.written(day)
+        finally:
+            index.close()
+    except sqlite3.Error as error:
+        raise IndexUnreadable(
+            f"the index of the disk cache {folder} cannot be read ({error}); `onekv cache verify` repairs it"
+        ) from error
+
+
+def ago(now: float, then: float | None) -> str:
+    """How long ago, in the largest unit that leaves at least one of it."""
+    if then is None:
+        return "-"
+    seconds = now - then
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= scale:
+            return f"{int(seconds // scale)} {unit} ago"
+    return "now" if seconds < 1 else f"{int(seconds)} s ago"
+
+
+# Checking and emptying
+
+
+def _verify(arguments: argparse.Namespace, folder: Path) -> int:
+    with tqdm(desc="checking", unit=" files", file=sys.stderr, disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        report = verify(folder, progress)
+    print(f"{folder}: {report.checked:,} files of {format_size(report.bytes)} were read; {_findings(report)}")
+    for path in report.stray[:STRAY]:
+        print(f"not a file of OneKV, left alone: {path}")
+    if len(report.stray) > STRAY:
+        print(f"and {len(report.stray) - STRAY:,} more")
+    return 0 if report.sound else 1
+
+
+def _findings(report: Report) -> str:
+    if report.sound:
+        return "all are sound"
+    counts = {"damaged": report.corrupt, "missing": report.missing, "left over": report.orphans}
+    found = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"{found}; {format_size(report.removed_bytes)} were removed and will be computed again when needed"
+
+
+def _clear(arguments: argparse.Namespace, folder: Path) -> int | None:
+    name: str | None = arguments.model
+    if name is not None and not name.strip():
+        raise SettingError("--model is empty; give a name or an id that `onekv cache ls` shows")
+    if not arguments.yes and sys.stdin.isatty() and not _confirmed(folder, name):
+        print("nothing was removed")
+        return 1
+    with _uninterrupted():
+        files, size = clear(folder, name)
+        print(f"{files:,} files of {format_size(size)} were removed from {folder}")
+    return None
+
+
+def _confirmed(folder: Path, name: str | None) -> bool:
+    """Whether a person says yes, having seen what will be removed."""
+    # If the folder is in use there is nothing to ask.
+    Folder(folder).release()
+    try:
+        uses = models(folder)
+    except IndexUnreadable as error:
+        print(error)
+        uses = []
+    chosen = [use for use in uses if name is None or use.name == name or use.hash.startswith(name)]
+    if name is not None and not chosen:
+        # `clear` says what is wrong.
+        return True
+    if chosen:
+        print(_table(chosen))
+    try:
+        return input(f"remove this from {folder}? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of this: a file and its row go together."""
+    waiting: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        waiting.append(number)
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        raise KeyboardInterrupt

@@ -1,0 +1,133 @@
+"""What a tier is: a place for blocks that the pool has no room for.
+
+A tier keeps *parts*. A part is one group's block of a node of the prefix index, or the recurrent states at a node's end
+(`STATES`). It is named by the node's key and has one content for ever, byte for byte what the pool had, so a part is
+added and removed, never changed. Nothing is encoded on the way.
+
+Who owns a part while it moves:
+
+    out    the engine's thread copies it from the pool into a buffer of the tier (`offer`). From then on the block is
+           free; the buffer is the one copy in RAM until it is written. A tier that has no buffer left says so at once
+           and the block is lost: decoding never waits for a disk.
+    in     the engine's thread says early what it will need (`expect`), so that it stays and the system reads ahead,
+           while other requests are computed. Between two steps it gives the memory of blocks that are reserved in the
+           pool, and waits while threads of the tier read into them (`read`). No other copy is made, and nobody else
+           touches the pool meanwhile. What the tier has stays there, as a clean copy: evicting that block later costs
+           no write.
+
+All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
+all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
+
+A tier never fails a request. What cannot be read is a part that is not there: it is dropped, counted and logged once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+# The part of a node that is its recurrent states; parts from 0 on are groups.
+STATES = -1
+
+
+@dataclass(frozen=True)
+class Address:
+    """A node as a tier knows it: the tokens [start, start + len(tokens) / 4) that follow the node `parent`."""
+
+    key: bytes
+    parent: bytes
+    start: int
+    # int32, little-endian, as in the prefix index.
+    tokens: bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a tier has of a node."""
+
+    address: Address
+    parts: frozenset[int]
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """Counts since the tier was opened, but for `blocks` and `bytes`, which are there now.
+
+    A hit is a part that was promoted. `discarded`: parts that were evicted from RAM and not stored, because the queue
+    was full, the day's budget was spent, or the disk refused. `corrupt`: parts that were there and could not be used.
+    """
+
+    name: str
+    blocks: int
+    bytes: int
+    limit: int
+    hits: int
+    promoted_bytes: int
+    promoted_seconds: float
+    writes: int
+    written_bytes: int
+    # Evicted from the tier to hold its limit.
+    evicted: int
+    discarded: int
+    corrupt: int
+    # Bytes that wait to be written now.
+    queued_bytes: int
+    # Why the tier has stopped working, if it has.
+    failed: str | None
+
+
+Buffer = bytearray | memoryview | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a part is to be read to: buffers that together are as long as its content."""
+
+    key: bytes
+    part: int
+    into: Sequence[Buffer]
+
+
+class Tier(Protocol):
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        """Those of `keys` that the tier has something of, ready to be read."""
+
+    def tails(self, parent: bytes) -> list[Entry]:
+        """The partial blocks that continue `parent`: ends of conversations."""
+
+    def has(self, key: bytes, part: int) -> bool:
+        """Whether the part is there, or on its way there."""
+
+    def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
+        """Take a part, whose content `fill` copies into the buffer it is given; False if there was no room.
+
+        A part that is there already is not taken again, and that is True. With `wait`, wait for room.
+        """
+
+    def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
+        """These will be read soon: until `read` or `unexpect` they are not evicted."""
+
+    def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
+        """These will not be read after all."""
+
+    def read(self, targets: Sequence[Target]) -> list[bool]:
+        """Read parts that were expected, all at once. False: it could not be; what its buffers hold is worthless."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """They were used now, the last of them last: it is the last to be evicted."""
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget these nodes."""
+
+    def clear(self) -> None:
+        """Forget everything of this model."""
+
+    def flush(self) -> None:
+        """Returns when all that was offered is stored."""
+
+    def stats(self) -> TierStats:
+        """What it did and has."""
+
+    def close(self) -> None:
+        """Store what was offered, end all threads, let go of the folder. Closing twice is allowed."""

@@ -1,0 +1,282 @@
+"""The disk tier: parts as files of one folder, found by an index.
+
+    engine's thread   asks the index (its own connection), fills buffers, waits while parts are read
+    writer            one thread; the only one that changes the folder (`writer`)
+    readers           two threads, which read into memory of the engine's (`reader`)
+
+Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
+written, no more. The limit is for everything in the folder, of all models, at every instant.
+Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is gone, ends the tier:
+then it has nothing, takes nothing, and says why (`stats().failed`).
+"""
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from ..errors import SettingError
+from ..units import format_size
+from .base import Address, Entry, Target, TierStats
+from .folder import Folder, model_hash
+from .image import Image
+from .index import DiskIndex, Name, Row
+from .reader import Problem, Readers
+from .shared import Shared
+from .store import LEAST_LIMIT, Store, open_index
+from .writer import Place, Writer
+
+Answer = TypeVar("Answer")
+# What is said of a part that is not there.
+GONE = "there is no such part"
+
+
+class DiskTier:
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        name: str,
+        images: dict[int, Image],
+        block_tokens: int,
+        limit: int,
+        staging: int,
+        write_budget: int | None = None,
+    ) -> None:
+        """`images` are the model's kinds of parts; `write_budget` is for bytes per day (UTC).
+
+        Raises SettingError, or FolderInUse.
+        """
+        if limit < LEAST_LIMIT:
+            raise SettingError(
+                f"--disk-limit is {format_size(limit)}; it must be at least {format_size(LEAST_LIMIT)}, "
+                "which the index of the disk cache may take"
+            )
+        self._images = dict(images)
+        self._limit = limit
+        self._folder = Folder(folder)
+        self._shared = Shared(self._folder, staging)
+        self._closed = False
+        self._asking = Lock()
+        self._index: DiskIndex | None = None
+        try:
+            self._open_twice(fingerprint, name, block_tokens, write_budget)
+        except (OSError, sqlite3.Error) as error:
+            if self._index is not None:
+                self._index.close()
+            self._folder.release()
+            raise SettingError(
+                f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
+            ) from error
+
+    def _open_twice(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
+        try:
+            self._open(fingerprint, name, block_tokens, budget)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError:
+            # Damage that a first look at the index did not meet: without it, all starts anew.
+            if self._index is not None:
+                self._index.close()
+            self._folder.remove_index()
+            self._open(fingerprint, name, block_tokens, budget)
+
+    def _open(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
+        # Made in one thread and used by another, one at a time: see `_ask`.
+        index, problem = open_index(self._folder, any_thread=True)
+        self._index = index
+        shared = self._shared
+        if problem is not None:
+            shared.counts.corrupt += 1
+            shared.once("index", f"The disk cache {self._folder.root} was emptied: {problem}.")
+        self._hash = model_hash(fingerprint)
+        self._model = index.model(self._hash, fingerprint, name, time.time())
+        store = Store(self._folder, index)
+        store.settle()
+        totals = index.totals()
+        shared.counts.blocks, shared.counts.files = totals.blocks, totals.bytes
+        place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget)
+        self._writer = Writer(place, shared, totals.clock)
+        self._readers = Readers(self._folder, self._hash, self._images, self._writer)
+        # The limit may be lower than it was.
+        self._writer.make_room(store, 0)
+        if shared.counts.evicted:
+            index.shrink()
+
+    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+        entries = self._ask(lambda index: list(index.find(self._model, keys)))
+        return {entry.address.key: entry for entry in entries}
+
+    def tails(self, parent: bytes) -> list[Entry]:
+        return self._ask(lambda index: index.tails(self._model, parent))
+
+    def has(self, key: bytes, part: int) -> bool:
+        with self._shared.lock:
+            if (key, part) in self._writer.pending:
+                return self._shared.failed is None
+        entry = self.find([key]).get(key)
+        return entry is not None and part in entry.parts
+
+    def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
+        """What the index says; `nothing` if it has failed or is about to be emptied."""
+        shared = self._shared
+        with self._asking:
+            if self._closed or self._index is None or shared.failed is not None or self._writer.clearing:
+                return nothing
+            try:
+                return question(self._index)
+            except sqlite3.Error as error:
+                shared.fail(error)
+                return nothing
+
+    def _ask(self, question: Callable[[DiskIndex], list[tuple[Address, int]]]) -> list[Entry]:
+        """The nodes among the answers, with those of their parts that can be read."""
+        shared = self._shared
+        nothing: list[tuple[Address, int]] = []
+        answers = self._question(question, nothing)
+        with shared.lock:
+            damaged = set(shared.damaged)
+        nodes: dict[Address, set[int]] = {}
+        for address, part in answers:
+            if part in self._images and (address.key, part) not in damaged:
+                nodes.setdefault(address, set()).add(part)
+        return [Entry(address, frozenset(parts)) for address, parts in nodes.items()]
+
+    def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
+        if self.has(address.key, part):
+            return True
+        image = self._images[part]
+        buffer = self._take(image.size, wait)
+        if buffer is None:
+            self._shared.discard()
+            return False
+        filled = False
+        try:
+            fill(memoryview(buffer)[image.header_size :])
+            filled = True
+        finally:
+            if not filled:
+                self._give(buffer)
+        self._writer.write(address, part, image, buffer)
+        return True
+
+    def _take(self, size: int, wait: bool) -> bytearray | None:
+        shared = self._shared
+        with shared.lock:
+            while not self._closed and shared.failed is None and size <= shared.staging.limit:
+                buffer = shared.staging.take(size)
+                if buffer is not None or not wait:
+                    return buffer
+                shared.room.wait()
+        return None
+
+    def _give(self, buffer: bytearray) -> None:
+        with self._shared.lock:
+            self._shared.staging.give(buffer)
+
+    def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
+        with self._shared.lock:
+            self._shared.expected.update(parts)
+        if not self._closed:
+            self._readers.read_ahead(parts)
+
+    def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
+        with self._shared.lock:
+            for part in parts:
+                self._shared.expected[part] -= 1
+                if not self._shared.expected[part]:
+                    del self._shared.expected[part]
+
+    def read(self, targets: Sequence[Target]) -> list[bool]:
+        started = time.monotonic()
+        parts = [(target.key, target.part) for target in targets]
+        rows = self._rows(parts)
+        there = [(row, target) for row, target in zip(rows, targets, strict=True) if row is not None]
+        problems = iter(self._readers.read([row for row, _ in there], [target for _, target in there]))
+        found = [next(problems) if row is not None else GONE for row in rows]
+        self._damaged([(row, problem) for row, problem in zip(rows, found, strict=True) if row and problem is not None])
+        self.unexpect(parts)
+        read = [problem is None for problem in found]
+        with self._shared.lock:
+            counts = self._shared.counts
+            counts.hits += sum(read)
+            counts.promoted_bytes += sum(row.size for row, ok in zip(rows, read, strict=True) if row and ok)
+            counts.promoted_seconds += time.monotonic() - started
+        return read
+
+    def _damaged(self, problems: list[tuple[Row, Problem]]) -> None:
+        """Have parts that cannot be used removed. One that was evicted or cleared meanwhile is not damaged."""
+        if problems:
+            now = self._rows([(row.name.key, row.name.part) for row, _ in problems])
+            for (row, problem), still in zip(problems, now, strict=True):
+                if still == row:
+                    self._readers.damaged(row, problem)
+
+    def _rows(self, parts: list[tuple[bytes, int]]) -> list[Row | None]:
+        nothing: list[Row | None] = [None] * len(parts)
+        found = self._question(lambda index: index.rows([Name(self._model, *part) for part in parts]), nothing)
+        with self._shared.lock:
+            damaged = set(self._shared.damaged)
+        return [None if part in damaged else row for part, row in zip(parts, found, strict=True)]
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if keys and not self._closed and self._shared.failed is None:
+            self._writer.touch(keys, list(self._images))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        if keys and not self._closed:
+            self._writer.drop([(key, part) for key in keys for part in self._images])
+
+    def clear(self) -> None:
+        if not self._closed:
+            self._writer.clear()
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def stats(self) -> TierStats:
+        size = sum(self._folder.sizes().values())
+        with self._shared.lock:
+            counts = self._shared.counts
+            return TierStats(
+                name="disk",
+                blocks=counts.blocks,
+                bytes=counts.files + size,
+                limit=self._limit,
+                hits=counts.hits,
+                promoted_bytes=counts.promoted_bytes,
+                promoted_seconds=counts.promoted_seconds,
+                writes=counts.writes,
+                written_bytes=counts.written_bytes,
+                evicted=counts.evicted,
+                discarded=counts.discarded,
+                corrupt=counts.corrupt,
+                queued_bytes=counts.queued_bytes,
+                failed=self._shared.failed,
+            )
+
+    def close(self) -> None:
+        # Every step may be done twice: a close that was interrupted is finished by the next.
+        with self._shared.lock:
+            self._closed = True
+            self._shared.room.notify_all()
+        self._readers.stop()
+        self._writer.stop()
+        with self._asking:
+            if self._index is not None:
+                self._close_index(self._index)
+                self._index = None
+        # A damaged index would end the next tier as well: without it, that one starts anew.
+        if self._shared.index_damaged and self._folder.there():
+            self._folder.remove_index()
+        self._folder.release()
+
+    def _close_index(self, index: DiskIndex) -> None:
+        try:
+            if self._shared.failed is None:
+                index.checkpoint()
+        except sqlite3.Error as error:
+            self._shared.fail(error)
+        index.close()

@@ -1,0 +1,183 @@
+"""What people can do with the folder of a disk cache: look into it, check it, empty it.
+
+Looking works while a server uses the folder. Checking and emptying take the folder for themselves.
+"""
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ..errors import OneKVError, SettingError
+from .folder import INDEX, Folder, Found, file_size, is_ours
+from .index import DiskIndex, ModelUse, Name
+from .store import Store, open_index
+
+__all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "models", "verify"]
+
+_CHUNK = 4 * 1024 * 1024
+
+
+class IndexUnreadable(OneKVError):
+    """The index is damaged: the next open, or `verify`, starts anew."""
+
+
+@dataclass
+class Report:
+    """What `verify` found. All but `stray` was removed."""
+
+    checked: int = 0
+    bytes: int = 0
+    # Parts whose file does not match its row, or has none.
+    corrupt: int = 0
+    missing: int = 0
+    # Files of ours that no row knows, among them those that a kill left.
+    orphans: int = 0
+    removed_bytes: int = 0
+    # Files below the folders of models that are not ours.
+    stray: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        return not (self.corrupt or self.missing or self.orphans)
+
+
+def models(folder: Path) -> list[ModelUse]:
+    """The models of a folder, the one used last first. A folder that is not there has none.
+
+    Raises SettingError if the folder is not ours, IndexUnreadable.
+    """
+    if not folder.exists():
+        return []
+    _must_be_ours(folder)
+    if not (folder / INDEX).exists():
+        return []
+    try:
+        index = DiskIndex(folder / INDEX, read_only=True)
+        try:
+            return index.uses()
+        finally:
+            index.close()
+    except sqlite3.Error as error:
+        raise IndexUnreadable(
+            f"the index of the disk cache {folder} cannot be read ({error}); `onekv cache verify` repairs it"
+        ) from error
+
+
+def verify(folder: Path, progress: Callable[[int, int], None] | None = None) -> Report:
+    """Read every file and compare it with its checksum; remove what is damaged or left over.
+
+    `progress` is told how many parts of how many are done. Raises FolderInUse, SettingError.
+    """
+    report = Report()
+    if not folder.exists():
+        return report
+    with _taken(folder) as (store, emptied):
+        report.corrupt += emptied
+        # Leftovers of a kill are no orphans while a row knows them.
+        store.settle()
+        hashes = store.index.hashes()
+        parts = [part for model in hashes for part in store.index.of_model(model)]
+        bad: list[Name] = []
+        for done, (name, size) in enumerate(parts, 1):
+            _check(store, hashes[name.model], name, size, report, bad)
+            if progress is not None:
+                progress(done, len(parts))
+        store.remove(bad)
+        _remove_orphans(store, hashes, report)
+    return report
+
+
+def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
+    """Remove everything, or what belongs to a model (its name, or the beginning of its hash): parts and bytes.
+
+    Raises FolderInUse, SettingError, or OneKVError if there is no such model.
+    """
+    if not folder.exists() and model is None:
+        return 0, 0
+    with _taken(folder) as (store, _):
+        uses = store.index.uses()
+        chosen = {use.id for use in uses if model is None or use.name == model or use.hash.startswith(model)}
+        if model is not None and not chosen:
+            raise OneKVError(f"the disk cache {folder} has no model {model!r}; see `onekv cache ls`")
+        parts = [part for number in chosen for part in store.index.of_model(number)]
+        store.remove([name for name, _ in parts])
+        store.index.remove_models(chosen)
+        count, size = len(parts), sum(size for _, size in parts)
+        if model is None:
+            files, more = store.folder.remove_files()
+            count, size = count + files, size + more
+        store.folder.remove_empty()
+        store.index.shrink()
+    return count, size
+
+
+@contextmanager
+def _taken(root: Path) -> Iterator[tuple[Store, bool]]:
+    """The folder, for this process alone, and whether its index had to be made anew."""
+    _must_be_ours(root)
+    folder = Folder(root)
+    try:
+        index, problem = open_index(folder)
+        try:
+            yield Store(folder, index), problem is not None
+            index.checkpoint()
+        finally:
+            index.close()
+    except (OSError, sqlite3.Error) as error:
+        raise OneKVError(f"the disk cache {root} cannot be changed ({error})") from error
+    finally:
+        folder.release()
+
+
+def _must_be_ours(root: Path) -> None:
+    if not root.is_dir() or (any(root.iterdir()) and not is_ours(root)):
+        raise SettingError(f"{root} is not a disk cache of OneKV; give its folder with --disk-cache")
+
+
+def _check(store: Store, hash: str, name: Name, size: int, report: Report, bad: list[Name]) -> None:
+    row = store.index.row(name)
+    path = store.folder.path(hash, name.key, name.part)
+    report.checked += 1
+    try:
+        actual, checksum = _checksum(path)
+    except (FileNotFoundError, NotADirectoryError):
+        report.missing += 1
+        bad.append(name)
+        return
+    report.bytes += actual
+    if row is None or (actual, checksum) != (size, row.checksum):
+        report.corrupt += 1
+        report.removed_bytes += actual
+        bad.append(name)
+
+
+def _checksum(path: str) -> tuple[int, bytes]:
+    digest = xxhash.xxh3_128()
+    size = 0
+    buffer = bytearray(_CHUNK)
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return size, digest.digest()
+
+
+def _remove_orphans(store: Store, hashes: dict[int, str], report: Report) -> None:
+    numbers = {hash: number for number, hash in hashes.items()}
+    for found in list(store.folder.scan()):
+        if not isinstance(found, Found):
+            report.stray.append(found)
+        elif found.temporary or not _known(store, numbers.get(found.model), found):
+            report.orphans += 1
+            report.removed_bytes += file_size(found.path)
+            os.unlink(found.path)
+    store.folder.remove_empty()
+
+
+def _known(store: Store, model: int | None, found: Found) -> bool:
+    return model is not None and store.index.ready(Name(model, found.key, found.part))

@@ -1,0 +1,96 @@
+"""From settings to a disk tier: where it is, how large it may be, and for which model."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from mlx.nn.layers.base import Module
+
+from ..config import AUTO, Settings
+from ..errors import SettingError
+from ..memory.blocks import block_tensors, state_tensors
+from ..memory.plan import Plan
+from ..models.identity import identity
+from ..models.paths import cache_dir
+from ..units import format_size, parse_size
+from .base import STATES
+from .disk import DiskTier
+from .folder import FolderInUse
+from .image import Image
+from .maintain import IndexUnreadable, models
+
+log = logging.getLogger("onekv.disk")
+
+# What the disk cache takes at most if nothing else is said, and which part of the free space.
+MOST = 10 * 10**9
+SHARE = 10
+
+
+def default_folder() -> Path:
+    return cache_dir() / "kv"
+
+
+def open_tier(settings: Settings, plan: Plan, model: Module, name: str) -> DiskTier | None:
+    """The disk cache for `model`, as `settings` say; None if they say there is none.
+
+    OneKV's own folder is used by one process at a time: the second goes without a disk cache, and says so. A folder
+    that was asked for by name is not left out: then FolderInUse is raised.
+    """
+    if settings.disk_cache is None:
+        _check_unused(settings)
+        return None
+    own = settings.disk_cache == AUTO
+    folder = default_folder() if own else Path(settings.disk_cache).expanduser().absolute()
+    images = {
+        group: Image(block_tensors(g, plan.block_size), plan.block_size) for group, g in enumerate(plan.layout.groups)
+    }
+    if plan.layout.states:
+        images[STATES] = Image(state_tensors(plan.layout), plan.block_size)
+    budget = settings.disk_write_budget
+    try:
+        return DiskTier(
+            folder,
+            f"{identity(model)} {plan.layout} {plan.block_size}",
+            name,
+            images,
+            plan.block_size,
+            disk_limit(settings, folder),
+            plan.queue,
+            parse_size(budget, name="--disk-write-budget") if budget is not None else None,
+        )
+    except FolderInUse as error:
+        if not own:
+            raise
+        log.warning("%s; going on without a disk cache", error)
+        return None
+
+
+def _check_unused(settings: Settings) -> None:
+    for name in ("disk_limit", "disk_policy", "disk_write_budget", "disk_queue"):
+        if getattr(settings, name) is not None and not settings.hot_only:
+            flag = name.replace("_", "-")
+            raise SettingError(
+                f"--{flag} is {getattr(settings, name)!r}, but there is no disk cache; give --disk-cache DIR"
+            )
+
+
+def disk_limit(settings: Settings, folder: Path) -> int:
+    """The most bytes `folder` may take. What it has now counts as free: it may be replaced."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free: int = shutil.disk_usage(existing).free + _used(folder)
+    if settings.disk_limit is None:
+        return min(MOST, free * SHARE // 100)
+    limit = parse_size(settings.disk_limit, whole=free, name="--disk-limit")
+    if limit > free:
+        log.warning("--disk-limit is %s, but the disk has room for %s", format_size(limit), format_size(free))
+    return limit
+
+
+def _used(folder: Path) -> int:
+    try:
+        return sum(use.bytes for use in models(folder))
+    except IndexUnreadable:
+        # It is emptied when it is opened.
+        return 0

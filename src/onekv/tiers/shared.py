@@ -1,0 +1,100 @@
+"""What the engine's thread, the writer and the readers of a disk tier share.
+
+One lock guards all of it, and nothing is read from or written to the disk while it is held. Each condition is for one
+kind of waiter:
+
+    work     the writer, for tasks           room     offers that wait for a buffer
+    jobs     the readers, for parts to read  arrived  the engine, for parts that were read
+"""
+
+import logging
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass, field
+from threading import Condition, Lock
+
+from .folder import Folder
+
+log = logging.getLogger("onekv.tiers")
+
+
+@dataclass
+class Counts:
+    """Since the tier was opened, but for `blocks` and `files` (bytes of parts), which are there now."""
+
+    blocks: int = 0
+    files: int = 0
+    hits: int = 0
+    promoted_bytes: int = 0
+    promoted_seconds: float = 0.0
+    writes: int = 0
+    written_bytes: int = 0
+    evicted: int = 0
+    discarded: int = 0
+    corrupt: int = 0
+    queued_bytes: int = 0
+
+
+@dataclass
+class Staging:
+    """Buffers for parts on their way out: all of them together, in use or not, take at most `limit` bytes."""
+
+    limit: int
+    total: int = 0
+    _free: dict[int, list[bytearray]] = field(default_factory=dict)
+
+    def take(self, size: int) -> bytearray | None:
+        if free := self._free.get(size):
+            return free.pop()
+        for others in self._free.values():
+            while others and self.total + size > self.limit:
+                self.total -= len(others.pop())
+        if self.total + size > self.limit:
+            return None
+        self.total += size
+        return bytearray(size)
+
+    def give(self, buffer: bytearray) -> None:
+        self._free.setdefault(len(buffer), []).append(buffer)
+
+
+class Shared:
+    def __init__(self, folder: Folder, staging: int) -> None:
+        self._folder = folder
+        self.lock = Lock()
+        self.work, self.room, self.jobs, self.arrived = (Condition(self.lock) for _ in range(4))
+        self.counts = Counts()
+        self.staging = Staging(staging)
+        # Parts that will be read: they are not evicted.
+        self.expected: Counter[tuple[bytes, int]] = Counter()
+        # Parts that were found damaged and are not removed yet.
+        self.damaged: set[tuple[bytes, int]] = set()
+        # Why the tier has stopped working, and whether the index is to blame.
+        self.failed: str | None = None
+        self.index_damaged = False
+        self._logged: set[object] = set()
+
+    def once(self, kind: object, message: str) -> None:
+        """Log the first of a kind."""
+        with self.lock:
+            if kind in self._logged:
+                return
+            self._logged.add(kind)
+        log.warning("%s Further cases are counted, not logged.", message)
+
+    def discard(self) -> None:
+        with self.lock:
+            self.counts.discarded += 1
+
+    def fail(self, reason: OSError | sqlite3.Error) -> None:
+        """The tier is of no use from here on: it has nothing and takes nothing."""
+        there = self._folder.there()
+        with self.lock:
+            if self.failed is not None:
+                return
+            self.failed = f"its index failed ({reason})" if there else "the folder is gone"
+            # Errors of the operating system come as OperationalError; others say that the content is wrong.
+            self.index_damaged = isinstance(reason, sqlite3.Error) and not isinstance(reason, sqlite3.OperationalError)
+            for condition in (self.work, self.room, self.jobs, self.arrived):
+                condition.notify_all()
+        log.error("The disk cache %s is out of use until the next start: %s.", self._folder.root, self.failed)

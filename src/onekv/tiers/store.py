@@ -1,0 +1,120 @@
+"""Files and their rows changed together, in the order that a kill cannot break (see `index`).
+
+A store is used by one thread, with a connection of its own: the writer's, or that of maintenance.
+"""
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from contextlib import suppress
+
+from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder, file_size
+from .index import BATCH, CHECKPOINT_PAGES, PAGE, DiskIndex, Name, Row, Use
+
+# What one transaction adds to the log at most, and what the log takes: it is written back after CHECKPOINT_PAGES.
+TRANSACTION = 4 * BATCH * PAGE
+LOG = CHECKPOINT_PAGES * PAGE + TRANSACTION
+# The log's own index, the tag, the lock, and pages that a row may add to the database.
+SMALL = 160 * 1024
+# A limit below this leaves no room for parts.
+LEAST_LIMIT = 2 * 1024 * 1024
+
+
+def open_index(folder: Folder, any_thread: bool = False) -> tuple[DiskIndex, str | None]:
+    """The index of a folder, and why it was made anew, if it was: then all parts are gone.
+
+    Raises sqlite3.OperationalError or OSError if the disk does not allow it.
+    """
+    problem = None
+    if folder.index.exists():
+        try:
+            return DiskIndex(folder.index, any_thread), None
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            problem = f"its index cannot be used ({error})"
+    elif folder.has_models():
+        problem = "its index is missing"
+    if problem is not None:
+        folder.remove_files()
+    folder.remove_index()
+    DiskIndex.create(folder.index)
+    return DiskIndex(folder.index, any_thread), problem
+
+
+class Store:
+    def __init__(self, folder: Folder, index: DiskIndex) -> None:
+        self.folder, self.index = folder, index
+        self._hashes = index.hashes()
+
+    def put(self, row: Row, partial: bool, use: Use, data: bytearray, day: str) -> None:
+        """Write a part's file. OSError: there is no such part, as before."""
+        path = self.folder.path(self._hashes[row.name.model], row.name.key, row.name.part)
+        self.index.begin(row, partial, use)
+        try:
+            _write(path, data)
+        except OSError:
+            # If even that fails the row stays, and the next open tries again.
+            with suppress(OSError):
+                self._unlink(row.name)
+                self.index.forget([row.name])
+            raise
+        self.index.finish(row, day)
+
+    def remove(self, names: Sequence[Name]) -> None:
+        """Remove files, then their rows. OSError: those that are left are as they were."""
+        for start in range(0, len(names), BATCH):
+            some = names[start : start + BATCH]
+            self.index.leave(some)
+            gone: list[Name] = []
+            try:
+                for name in some:
+                    self._unlink(name)
+                    gone.append(name)
+            except OSError:
+                self.index.stay([name for name in some if name not in gone])
+                raise
+            finally:
+                # Those between, if this is interrupted, are LEAVING: the next open removes them.
+                self.index.forget(gone)
+
+    def settle(self) -> int:
+        """Finish what a kill interrupted; how many parts that were."""
+        names = [name for name, _ in self.index.unsettled()]
+        for name in names:
+            self._unlink(name)
+        self.index.forget(names)
+        return len(names)
+
+    def overhead(self) -> int:
+        """The bytes that all but the parts take or may take before the next look."""
+        log = file_size(f"{self.folder.root}/{INDEX_FILES[1]}")
+        database = max(self.index.nbytes(), file_size(f"{self.folder.root}/{INDEX}"))
+        return database + max(log + TRANSACTION, LOG) + SMALL
+
+    def _unlink(self, name: Name) -> None:
+        self.folder.unlink(self._hashes[name.model], name.key, name.part)
+
+
+def _write(path: str, data: bytearray) -> None:
+    handle = _create(path + TEMPORARY)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+    finally:
+        os.close(handle)
+    os.rename(path + TEMPORARY, path)
+
+
+def _create(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        shard = os.path.dirname(path)
+        # One by one, so that a root that is gone stays gone.
+        for folder in (os.path.dirname(shard), shard):
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        return os.open(path, flags, 0o600)

@@ -1,0 +1,370 @@
+"""The one thread that changes the folder: it stores, evicts, removes and keeps the order of use.
+
+Tasks are done in the order they came. Uses (`touch`) are merged by node and written at most once a second, and before
+anything is evicted or waited for. When the tier has failed the thread goes on, so that nobody waits for ever, and
+discards.
+"""
+
+import errno
+import os
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from threading import Event, Thread
+
+import xxhash
+
+from .base import Address
+from .folder import Folder
+from .image import Image
+from .index import BATCH, DiskIndex, Name, Row, Use
+from .shared import Shared
+from .store import Store
+
+# Seconds that uses may wait to be written: a kill loses them.
+TOUCH_DELAY = 1.0
+# Free bytes that are left to the disk, so that the index can always be written.
+SPARE = 4 * 1024 * 1024
+
+
+@dataclass
+class Write:
+    """A part to be stored; `buffer` is its file, all but the header."""
+
+    address: Address
+    part: int
+    image: Image
+    buffer: bytearray
+    use: Use
+
+
+@dataclass(frozen=True)
+class Remove:
+    """A part that was found damaged."""
+
+    row: Row
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Parts that nobody wants any more, if they are there."""
+
+    parts: list[tuple[bytes, int]]
+
+
+@dataclass(frozen=True)
+class Clear:
+    """All parts of the model are to go."""
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """Someone waits until everything before it is done."""
+
+    reached: Event
+
+
+Task = Write | Remove | Drop | Clear | Barrier
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the writer writes, and how much it may."""
+
+    folder: Folder
+    model: int
+    hash: str
+    block_tokens: int
+    limit: int
+    # Bytes per day (UTC), if there is a bound.
+    budget: int | None
+
+
+class Writer:
+    def __init__(self, place: Place, shared: Shared, clock: int) -> None:
+        self.place, self.shared = place, shared
+        # What has not been stored yet; the lock of `shared` guards these.
+        self.pending: dict[tuple[bytes, int], Write] = {}
+        self.clearing = 0
+        self._tasks: deque[Task] = deque()
+        self._touched: dict[bytes, Use] = {}
+        self._due = 0.0
+        self._clock = clock
+        self._stopping = False
+        self._thread: Thread | None = None
+        self._store: Store | None = None
+
+    # Called by other threads.
+
+    def write(self, address: Address, part: int, image: Image, buffer: bytearray) -> None:
+        with self.shared.lock:
+            task = Write(address, part, image, buffer, self._use())
+            self.pending[address.key, part] = task
+            self.shared.counts.queued_bytes += image.size
+            self._add(task)
+
+    def remove(self, row: Row) -> None:
+        """`row` says what was found damaged; another part of that name is left alone."""
+        with self.shared.lock:
+            self.shared.damaged.add((row.name.key, row.name.part))
+            self._add(Remove(row))
+
+    def drop(self, parts: list[tuple[bytes, int]]) -> None:
+        with self.shared.lock:
+            self.shared.damaged.update(parts)
+            self._add(Drop(parts))
+
+    def clear(self) -> None:
+        with self.shared.lock:
+            for task in [task for task in self._tasks if isinstance(task, Write)]:
+                self._tasks.remove(task)
+                self._give_back(task)
+            self.pending.clear()
+            self.clearing += 1
+            self._add(Clear())
+
+    def touch(self, keys: Sequence[bytes], parts: Sequence[int]) -> None:
+        with self.shared.lock:
+            if not self._touched:
+                self._due = time.monotonic() + TOUCH_DELAY
+            for key in keys:
+                use = self._touched[key] = self._use()
+                for part in parts:
+                    if task := self.pending.get((key, part)):
+                        task.use = use
+            self._start()
+            self.shared.work.notify()
+
+    def flush(self) -> None:
+        barrier = Barrier(Event())
+        with self.shared.lock:
+            if self._thread is None or self._stopping:
+                return
+            self._add(barrier)
+        barrier.reached.wait()
+
+    def stop(self) -> None:
+        """Do what there is to do and end."""
+        with self.shared.lock:
+            self._stopping = True
+            self.shared.work.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _add(self, task: Task) -> None:
+        self._tasks.append(task)
+        self._start()
+        self.shared.work.notify()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="onekv-disk-writer", daemon=True)
+            self._thread.start()
+
+    def _use(self) -> Use:
+        self._clock += 1
+        return Use(self._clock, time.time())
+
+    def _give_back(self, task: Write) -> None:
+        self.shared.counts.queued_bytes -= task.image.size
+        self.shared.staging.give(task.buffer)
+        self.shared.room.notify_all()
+
+    # The thread.
+
+    def _run(self) -> None:
+        index: DiskIndex | None = None
+        try:
+            index = DiskIndex(self.place.folder.index)
+            self._store = Store(self.place.folder, index)
+        except sqlite3.Error as error:
+            self.shared.fail(error)
+        while (task := self._next()) is not None:
+            self._do(task)
+            self._end(task)
+        if index is not None:
+            index.close()
+
+    def _next(self) -> Task | None:
+        """The next task; None when there is none and none will come. Due uses are written meanwhile."""
+        while True:
+            with self.shared.lock:
+                if self._tasks:
+                    return self._tasks.popleft()
+                wait = self._due - time.monotonic() if self._touched else None
+                if not self._stopping and (wait is None or wait > 0):
+                    self.shared.work.wait(wait)
+                    continue
+                if not self._touched:
+                    return None
+            # A barrier without a waiter: uses are written by `_do`.
+            return Barrier(Event())
+
+    def _do(self, task: Task) -> None:
+        try:
+            if self._store is not None and self.shared.failed is None:
+                self._perform(self._store, task)
+                return
+        except sqlite3.Error as error:
+            self.shared.fail(error)
+        with self.shared.lock:
+            self._touched.clear()
+            self.shared.counts.discarded += isinstance(task, Write)
+
+    def _perform(self, store: Store, task: Task) -> None:
+        if isinstance(task, Write):
+            self._write(store, task)
+        elif isinstance(task, Remove):
+            self._remove(store, task.row)
+        elif isinstance(task, Drop):
+            self._drop(store, task.parts)
+        elif isinstance(task, Clear):
+            self._clear(store)
+        else:
+            self._write_touches(store)
+
+    def _end(self, task: Task) -> None:
+        with self.shared.lock:
+            if isinstance(task, Write):
+                if self.pending.get((task.address.key, task.part)) is task:
+                    del self.pending[task.address.key, task.part]
+                self._give_back(task)
+            elif isinstance(task, Remove):
+                self.shared.damaged.discard((task.row.name.key, task.row.name.part))
+            elif isinstance(task, Drop):
+                self.shared.damaged.difference_update(task.parts)
+            elif isinstance(task, Clear):
+                self.clearing -= 1
+            else:
+                task.reached.set()
+
+    def _write(self, store: Store, task: Write) -> None:
+        name = Name(self.place.model, task.address.key, task.part)
+        if store.index.ready(name):
+            return
+        try:
+            stored = self._may_write(store, task.image.size) and self._put(store, name, task)
+        except OSError as error:
+            self._refused(error)
+            stored = False
+        if not stored:
+            self.shared.discard()
+
+    def _put(self, store: Store, name: Name, task: Write) -> bool:
+        header = task.image.header(self.place.hash, task.address)
+        task.buffer[: len(header)] = header
+        row = Row(name, task.address, len(task.buffer), xxhash.xxh3_128_digest(task.buffer))
+        with self.shared.lock:
+            use = task.use
+        partial = len(task.address.tokens) < 4 * self.place.block_tokens
+        store.put(row, partial, use, task.buffer, _today())
+        with self.shared.lock:
+            counts = self.shared.counts
+            counts.files += row.size
+            counts.blocks += name.part >= 0
+            counts.writes += 1
+            counts.written_bytes += row.size
+        return True
+
+    def _may_write(self, store: Store, size: int) -> bool:
+        """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
+        budget = self.place.budget
+        if budget is not None and store.index.written(_today()) + size > budget:
+            self.shared.once(
+                ("budget", _today()), f"The disk cache {self.place.folder.root} has no write budget left today."
+            )
+            return False
+        self._write_touches(store)
+        if not self.make_room(store, size):
+            return False
+        if store.folder.free() < size + SPARE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return True
+
+    def make_room(self, store: Store, size: int) -> bool:
+        """Evict until `size` bytes more are within the limit; False if what is left is being read."""
+        limit = self.place.limit
+        while (excess := self.shared.counts.files + (overhead := store.overhead()) + size - limit) > 0:
+            if size and overhead + size > limit:
+                self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {limit}.")
+                return False
+            victims = self._victims(store, excess)
+            if not victims:
+                return False
+            self._remove_parts(store, victims)
+            with self.shared.lock:
+                self.shared.counts.evicted += len(victims)
+        return True
+
+    def _victims(self, store: Store, excess: int) -> list[tuple[Name, int]]:
+        with self.shared.lock:
+            expected = set(self.shared.expected)
+        victims: list[tuple[Name, int]] = []
+        for name, size in store.index.oldest(BATCH + len(expected)):
+            if excess <= 0 or len(victims) == BATCH:
+                break
+            if name.model != self.place.model or (name.key, name.part) not in expected:
+                victims.append((name, size))
+                excess -= size
+        return victims
+
+    def _remove_parts(self, store: Store, parts: Sequence[tuple[Name, int]]) -> None:
+        try:
+            store.remove([name for name, _ in parts])
+        except OSError:
+            # Some are gone and some are not.
+            self._recount(store)
+            raise
+        with self.shared.lock:
+            self.shared.counts.files -= sum(size for _, size in parts)
+            self.shared.counts.blocks -= sum(name.part >= 0 for name, _ in parts)
+
+    def _recount(self, store: Store) -> None:
+        totals = store.index.totals()
+        with self.shared.lock:
+            self.shared.counts.files, self.shared.counts.blocks = totals.bytes, totals.blocks
+
+    def _remove(self, store: Store, row: Row) -> None:
+        if store.index.row(row.name) != row:
+            return
+        try:
+            self._remove_parts(store, [(row.name, row.size)])
+        except OSError as error:
+            self._refused(error)
+
+    def _drop(self, store: Store, parts: list[tuple[bytes, int]]) -> None:
+        rows = store.index.rows([Name(self.place.model, *part) for part in parts])
+        try:
+            self._remove_parts(store, [(row.name, row.size) for row in rows if row is not None])
+        except OSError as error:
+            self._refused(error)
+
+    def _clear(self, store: Store) -> None:
+        try:
+            store.remove([name for name, _ in store.index.of_model(self.place.model)])
+        except OSError as error:
+            self._refused(error)
+        self._recount(store)
+
+    def _write_touches(self, store: Store) -> None:
+        with self.shared.lock:
+            touched, self._touched = self._touched, {}
+        store.index.touch(self.place.model, list(touched.items()))
+
+    def _refused(self, error: OSError) -> None:
+        """The disk refuses, perhaps for a while."""
+        root = self.place.folder.root
+        if not self.place.folder.there():
+            self.shared.fail(error)
+            return
+        self.shared.once(
+            ("write", error.errno),
+            f"The disk cache {root} cannot be written ({error.strerror}): blocks that do not fit RAM are lost.",
+        )
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()

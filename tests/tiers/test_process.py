@@ -1,0 +1,65 @@
+"""Other processes: one at a time has the folder, and one that is killed leaves it sound."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from disk_parts import address, fetch_one, is_right, open_tier, store
+
+from onekv.tiers.folder import FolderInUse
+from onekv.tiers.maintain import clear, models, verify
+
+HERE = Path(__file__).parent
+
+HOLDER = f"""
+import sys, time
+sys.path.insert(0, {str(HERE)!r})
+from pathlib import Path
+from disk_parts import *
+tier = open_tier(Path(sys.argv[1]))
+store(tier, 3)
+print("open", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_process_is_refused_until_the_first_is_gone(tmp_path):
+    root = tmp_path / "cache"
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(root)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+        for use in (open_tier, verify, clear):
+            with pytest.raises(FolderInUse, match=rf"pid {holder.pid}\).*--disk-cache"):
+                use(root)
+        # Looking is allowed.
+        (use,) = models(root)
+        assert use.parts == 3
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.communicate()
+    tier = open_tier(root)
+    assert is_right(address(0), 0, fetch_one(tier, address(0)))
+    tier.close()
+
+
+def test_the_second_tier_of_one_process_is_refused(tmp_path):
+    tier = open_tier(tmp_path / "cache")
+    with pytest.raises(FolderInUse, match=f"pid {os.getpid()}"):
+        open_tier(tmp_path / "cache", fingerprint="another")
+    tier.close()
+    tier = open_tier(tmp_path / "cache", fingerprint="another")
+    store(tier, 1)
+    tier.close()
+
+
+def test_kills_at_random_moments_leave_it_sound():
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kill.py"), "--rounds", "20"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"20 kills, (\d+) parts", done.stdout)
+    assert found and int(found[1]) > 50, done.stdout
