@@ -20,6 +20,8 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "max_kv_size": ("1024", 1024, 2048),
     "prefix_cache": ("off", False, True),
     "dtype": ("float16", "float16", "bfloat16"),
+    "kv_format": ("q8", "q8", "k8v4"),
+    "kv_plain_layers": ("2", 2, 1),
     "disk_cache": ("a folder", "a folder", "auto"),
     "disk_limit": ("20GB", "20GB", "5%"),
     "disk_policy": ("write_through", "write_through", "write_back"),

@@ -93,6 +93,15 @@ class Settings(SettingsBase):
     dtype: str | None = setting(
         None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own"
     )
+    kv_format: str = setting(
+        "auto",
+        "FORMAT",
+        "how keys and values are stored: auto (the model's own dtype), q8, q4, tq4, tq3, tq2, or one each for keys and "
+        "values such as k8v4; default auto",
+    )
+    kv_plain_layers: int = setting(
+        0, "N", "first and last layers whose keys and values are stored as they are all the same; default 0", int
+    )
     disk_cache: str | None = setting(
         None,
         "DIR",
@@ -134,6 +143,8 @@ class Settings(SettingsBase):
             parse_size(self.kv_memory, whole=2**62, name=flag("kv_memory"))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise SettingError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        if not isinstance(self.kv_plain_layers, int) or self.kv_plain_layers < 0:
+            raise SettingError(f"--kv-plain-layers is {self.kv_plain_layers!r}; it must be a whole number, 0 or more")
         self._check_disk()
 
     def _check_disk(self) -> None:

@@ -1,8 +1,8 @@
 """The bytes of one block, and of recurrent states, outside of the pool: the form in which they move between tiers.
 
-A block is its tensors one after the other: per layer of the group keys, then values, each [heads, block_size, dim] in C
-order and in the pool's own dtype. Copying happens between two steps, while the engine's thread does nothing else with
-the pool. Views of the pool do not keep it alive and must not outlive that.
+A block is its tensors one after the other: per layer of the group keys, then values, or their encoded parts, each
+[heads, block_size, width] in C order, byte for byte as in the pool. Copying happens between two steps, while the
+engine's thread does nothing else with the pool. Views of the pool do not keep it alive and must not outlive that.
 """
 
 import math
@@ -33,12 +33,17 @@ class Tensor:
 
 def block_tensors(group: Group, block_size: int) -> list[Tensor]:
     """What one block of `group` is made of, in order."""
-    tensors = []
-    for layer in group.layers:
-        for name, dim in (("keys", layer.k_dim), ("values", layer.v_dim)):
-            if layer.heads * dim:
-                tensors.append(Tensor(f"{layer.name}.{name}", (layer.heads, block_size, dim), layer.dtype))
-    return tensors
+    return [
+        Tensor(
+            f"{layer.name}.{side}" if codec.plain else f"{layer.name}.{side}.{part.name}",
+            (layer.heads, block_size, part.width),
+            part.dtype,
+        )
+        for layer in group.layers
+        for side, codec in (("keys", layer.keys), ("values", layer.values))
+        for part in codec.parts
+        if layer.heads * part.width
+    ]
 
 
 def state_tensors(layout: Layout) -> list[Tensor]:
@@ -55,7 +60,7 @@ def read_block(pool: Pool, block: int, out: memoryview) -> None:
     """Copy a block out of the pool."""
     target = np.frombuffer(out, np.uint8)
     start = 0
-    for array in _arrays(pool):
+    for array in pool.arrays():
         rows = _rows(pool, array)[:, block] if shared_memory() else _bytes(pool.gather(array, block))
         target[start : start + rows.size] = rows.reshape(-1)
         start += rows.size
@@ -68,7 +73,7 @@ def block_views(pool: Pool, block: int) -> list[Bytes] | None:
     """
     if not shared_memory():
         return None
-    return [row for array in _arrays(pool) for row in _rows(pool, array)[:, block]]
+    return [row for array in pool.arrays() for row in _rows(pool, array)[:, block]]
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:
@@ -76,13 +81,13 @@ def write_block(pool: Pool, block: int, data: memoryview) -> None:
     source = np.frombuffer(data, np.uint8)
     start = 0
     slots = slice(block * pool.block_size, (block + 1) * pool.block_size)
-    for array in _arrays(pool):
+    for array in pool.arrays():
         heads, _, dim = array.shape
         count = heads * pool.block_size * dim * array.dtype.size
         new = mx.array(source[start : start + count]).view(array.dtype)
         array[:, slots] = new.reshape(heads, pool.block_size, dim)
         start += count
-    mx.eval(_arrays(pool))
+    mx.eval(pool.arrays())
 
 
 def states_fit(states: Sequence[State], tensors: Sequence[Tensor]) -> bool:
@@ -123,10 +128,6 @@ def make_states(layout: Layout, data: memoryview) -> list[State]:
 
 def _parts(states: Sequence[State]) -> Iterator[mx.array]:
     return (part for state in states for part in state if part is not None)
-
-
-def _arrays(pool: Pool) -> list[mx.array]:
-    return [array for layer in pool.layers for array in (layer.k, layer.v) if array.size]
 
 
 def shared_memory() -> bool:

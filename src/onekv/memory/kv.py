@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .encoded import ChunkedEncodedLayer, EncodedLayer
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
 from .layout import Layout, Leaf
 from .pool import IntegrityError, Pool
@@ -39,8 +40,13 @@ class KVMemory:
             self._state_layers.append(state)
             return state
         pool = self.pools[leaf.group]
-        kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
-        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer], self.block_size)
+        stored = pool.group.layers[leaf.layer]
+        chunked = pool.group.rule.chunk is not None
+        if stored.keys.plain and stored.values.plain:
+            kind = ChunkedLayer if chunked else PagedLayer
+        else:
+            kind = ChunkedEncodedLayer if chunked else EncodedLayer
+        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer], self.block_size, stored)
         self._layers.append(layer)
         return layer
 
@@ -98,7 +104,7 @@ class KVMemory:
 
     def arrays(self) -> list[mx.array]:
         """All that a step may have changed: evaluate these to have it stored."""
-        pools = [array for pool in self.pools for layer in pool.layers for array in (layer.k, layer.v)]
+        pools = [array for pool in self.pools for layer in pool.layers for array in layer.all]
         states = [part for layer in self._state_layers for part in layer.cache if part is not None]
         return pools + states
 

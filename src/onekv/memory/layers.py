@@ -10,6 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from .attention import chunk_attention, paged_decode, run_decode
 from .cuda import cuda_decode, supported
 from .hook import Attends, Mask, stock_attention
+from .layout import KVLayer
 from .pairs import Grid
 from .pool import LayerArrays
 from .step import GroupStep, Step
@@ -34,15 +35,15 @@ class PagedLayer(Attends):
     NaN, so that a use of it could not go unnoticed.
     """
 
-    def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays, block_size: int) -> None:
-        self._holder, self._group, self._arrays = holder, group, arrays
+    def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays, block_size: int, stored: KVLayer) -> None:
+        self._holder, self._group, self._arrays, self._stored = holder, group, arrays, stored
         self._fetched: tuple[mx.array, mx.array] | None = None
         self._unwritten: tuple[mx.array, mx.array] | None = None
         self.direct = False
         # Whether the last decode step attended over the pool.
         self.attended = False
         self._gpu = mx.default_device() == mx.gpu
-        self._kernels = supported(arrays, block_size)
+        self._kernels = stored.format.plain and supported(arrays, block_size)
         # On CPU, gather_mm takes float32 alone.
         self._paged = self._gpu or arrays.k.dtype == mx.float32
 
@@ -66,12 +67,17 @@ class PagedLayer(Attends):
         if not (self.direct and self._kernels and step.count == 1):
             self._write()
         if self.direct and step.count == 1:
-            self._fetched = (step.stand_in(arrays.k), step.stand_in(arrays.v))
+            self._fetched = self._stand_ins()
         elif len(step.tables) == 1 and step.lengths[0] == 0:
             self._fetched = (keys, values)
         else:
             self._fetched = (self._read(arrays.k), self._read(arrays.v))
         return self._fetched
+
+    def _stand_ins(self) -> tuple[mx.array, mx.array]:
+        stored = self._stored
+        shapes = (stored.heads, stored.k_dim), (stored.heads, stored.v_dim)
+        return self._step.stand_in(*shapes[0], stored.dtype), self._step.stand_in(*shapes[1], stored.dtype)
 
     def _write(self) -> None:
         """Store the new tokens, unless that is done."""
@@ -194,8 +200,8 @@ def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
     return pool
 
 
-def gather(step: GroupStep, array: mx.array) -> mx.array:
-    """What the step reads of one pool array, copied: [rows, heads, tokens, dim]."""
+def gather(step: GroupStep, array: mx.array, cut: bool = True) -> mx.array:
+    """What the step reads of one pool array, copied: [rows, heads, tokens, dim]; without `cut`, whole blocks."""
     heads, slots, dim = array.shape
     ids = step.grid.ids
     shape = (ids.shape[0], heads, ids.shape[1] * step.block_size, dim)
@@ -206,4 +212,4 @@ def gather(step: GroupStep, array: mx.array) -> mx.array:
         head = mx.arange(heads, dtype=mx.uint32)[None, :, None]
         flat = array.reshape(heads * blocks, step.block_size * dim)
         rows = flat[head * blocks + ids[:, None, :]].reshape(shape)
-    return rows[:, :, step.cut] if len(step.tables) == 1 else rows
+    return rows[:, :, step.cut] if cut and len(step.tables) == 1 else rows

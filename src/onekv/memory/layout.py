@@ -5,7 +5,7 @@ every layer's kind, shape and dtype. Layers that keep the same tokens form a gro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
 
 from ..errors import SettingError, UnsupportedLayerError
 from . import hook
+from .formats import PLAIN, Codec, KVFormat
 
 # mlx-lm keeps this many first tokens in a cache that is cut by `max_kv_size`.
 KEEP = 4
@@ -58,16 +59,30 @@ class Rule:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Keys and values of one layer, per token."""
+    """Keys and values of one layer, per token. `dtype` is the model's own; `format` is how they are stored."""
 
     name: str
     heads: int
     k_dim: int
     v_dim: int
     dtype: mx.Dtype
+    format: KVFormat = PLAIN
+
+    @property
+    def keys(self) -> Codec:
+        return self.format.keys(self.k_dim, self.dtype)
+
+    @property
+    def values(self) -> Codec:
+        return self.format.values(self.v_dim, self.dtype)
 
     @property
     def token_bytes(self) -> int:
+        return self.heads * (self.keys.token_bytes + self.values.token_bytes)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes per token as the model has them."""
         return self.heads * (self.k_dim + self.v_dim) * self.dtype.size
 
 
@@ -118,6 +133,12 @@ class Layout:
         """Bytes of recurrent state of one sequence."""
         return sum(state.sequence_bytes for state in self.states)
 
+    @property
+    def codecs(self) -> str:
+        """Names everything that decides what a stored token's bytes are."""
+        layers = [layer for group in self.groups for layer in group.layers]
+        return " ".join(f"{layer.keys.name}/{layer.values.name}" for layer in layers)
+
     def build(self, make: Callable[[Leaf], Any]) -> list[Any]:
         """The list of caches the model expects, each leaf made by `make`."""
         return [CacheList(*map(make, entry)) if isinstance(entry, tuple) else make(entry) for entry in self.structure]
@@ -134,6 +155,32 @@ def read_layout(model: Module, max_kv_size: int | None = None) -> Layout:
     with hook.watch() as heads:
         logits = model(mx.zeros((1, 2), mx.int32), cache=caches)
     return _Reader(max_kv_size).read(caches, logits.shape[-1], heads)
+
+
+def encoded(layout: Layout, format: KVFormat, plain_layers: int) -> Layout:
+    """`layout` with its keys and values stored in `format`, but for the first and the last `plain_layers` layers.
+
+    Recurrent states stay as they are. Raises UnsupportedLayerError for head dims that the format cannot store.
+    """
+    numbers = sorted({_number(layer) for group in layout.groups for layer in group.layers})
+    kept = {*numbers[:plain_layers], *numbers[len(numbers) - plain_layers :]}
+    groups = tuple(
+        replace(
+            group,
+            layers=tuple(
+                layer if _number(layer) in kept or not layer.heads else replace(layer, format=format)
+                for layer in group.layers
+            ),
+        )
+        for group in layout.groups
+    )
+    # Asked for once, here, so that what cannot be stored is refused before anything is allocated.
+    return replace(layout, groups=groups) if all(group.token_bytes >= 0 for group in groups) else layout
+
+
+def _number(layer: KVLayer) -> int:
+    """Which layer of the model it belongs to."""
+    return int(layer.name.split()[1].split(".")[0])
 
 
 def stock_caches(model: Module) -> list[Any]:

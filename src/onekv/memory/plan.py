@@ -18,7 +18,8 @@ from mlx.utils import tree_flatten
 from ..config import Settings
 from ..errors import MemoryBudgetError
 from ..units import format_size, parse_size
-from .layout import Group, Layout, read_layout
+from .formats import parse
+from .layout import Group, Layout, encoded, read_layout
 from .table import blocks_needed
 
 # For the interpreter, the tokenizer, MLX's kernels and what else the process holds.
@@ -171,7 +172,7 @@ def workspace_bytes(
     logits = max_batch * layout.vocabulary * 4 * 4
     gathered = max(
         (
-            max(layer.token_bytes for layer in group.layers) * count * block_size
+            max(layer.plain_bytes for layer in group.layers) * count * block_size
             for group, count in zip(layout.groups, blocks, strict=True)
         ),
         default=0,
@@ -251,7 +252,7 @@ def _cap(group: Group, blocks: int, block_size: int, least: int) -> int:
 
 def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
     """The plan for `model`; `context` is the longest conversation it is made for, if that is known."""
-    layout = read_layout(model, settings.max_kv_size)
+    layout = encoded(read_layout(model, settings.max_kv_size), parse(settings.kv_format), settings.kv_plain_layers)
     device = read_device()
     weights = weight_bytes(model)
     chunk = settings.prefill_chunk or (2048 if mx.default_device() == mx.gpu else 512)

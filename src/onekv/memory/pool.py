@@ -1,8 +1,9 @@
 """The arrays of one group and who holds each of its blocks.
 
-Each layer has one array for keys and one for values, `[heads, blocks * block_size, dim]`, allocated here, once. Block b
-is the columns [b * block_size, (b + 1) * block_size) of every one of them. Writes happen in place because a
-`LayerArrays` is the only owner of its two arrays: never keep a slice of them beyond a step, or the next write copies.
+Each layer has one array for keys and one for values, `[heads, blocks * block_size, dim]`, allocated here, once; where
+they are encoded, one for each part of the format. Block b is the columns [b * block_size, (b + 1) * block_size) of
+every one of them. Writes happen in place because a `LayerArrays` is the only owner of its arrays: never keep a slice of
+them beyond a step, or the next write copies.
 
 A block is held (`references` > 0: tables refer to it), idle (nobody does, but the prefix cache keeps it: `cached`) or
 free. Some free or idle blocks are promised to running sequences (`reserved`), so that a sequence that was admitted
@@ -34,13 +35,40 @@ class IntegrityError(OneKVError):
 
 
 class LayerArrays:
-    """The only reference to one layer's keys and values."""
+    """The only reference to one layer's keys and values: `all` has the parts of the keys, then those of the values."""
 
-    __slots__ = ("k", "v")
+    __slots__ = ("all", "key_parts")
 
     def __init__(self, layer: KVLayer, slots: int) -> None:
-        self.k = mx.zeros((layer.heads, slots, layer.k_dim), layer.dtype)
-        self.v = mx.zeros((layer.heads, slots, layer.v_dim), layer.dtype)
+        self.key_parts = len(layer.keys.parts)
+        parts = (*layer.keys.parts, *layer.values.parts)
+        self.all = [mx.zeros((layer.heads, slots, part.width), part.dtype) for part in parts]
+
+    # Where they are stored as they are, there is one array for each.
+
+    @property
+    def k(self) -> mx.array:
+        return self.all[0]
+
+    @k.setter
+    def k(self, array: mx.array) -> None:
+        self.all[0] = array
+
+    @property
+    def v(self) -> mx.array:
+        return self.all[1]
+
+    @v.setter
+    def v(self, array: mx.array) -> None:
+        self.all[1] = array
+
+    @property
+    def keys(self) -> list[mx.array]:
+        return self.all[: self.key_parts]
+
+    @property
+    def values(self) -> list[mx.array]:
+        return self.all[self.key_parts :]
 
 
 class Pool:
@@ -57,7 +85,7 @@ class Pool:
         self.layers = [LayerArrays(layer, blocks * block_size) for layer in group.layers]
         # Layer by layer, so that no more than the pool itself is ever asked for.
         for arrays in self.layers:
-            mx.eval(arrays.k, arrays.v)
+            mx.eval(arrays.all)
         self._free = blocks
         self._idle = 0
         # The most blocks that were held, and that were idle, at once.
@@ -192,17 +220,14 @@ class Pool:
         """The keys and values of one block into another, in every layer."""
         # A step that still reads the pool would make MLX copy all of it for the writes below.
         mx.synchronize()
-        filled = [arrays for arrays in self.layers if arrays.k.size]
+        arrays = self.arrays()
         # Gathered, because a slice would share the buffer that is then written; and computed before it is.
-        keys = [self.gather(arrays.k, source) for arrays in filled]
-        values = [self.gather(arrays.v, source) for arrays in filled if arrays.v.size]
-        mx.eval(keys, values)
+        content = [self.gather(array, source) for array in arrays]
+        mx.eval(content)
         slots = slice(target * self.block_size, (target + 1) * self.block_size)
-        for arrays in filled:
-            arrays.k[:, slots] = keys.pop(0)
-            if arrays.v.size:
-                arrays.v[:, slots] = values.pop(0)
-        mx.eval([(arrays.k, arrays.v) for arrays in filled])
+        for array, rows in zip(arrays, content, strict=True):
+            array[:, slots] = rows
+        mx.eval(arrays)
 
     def erase(self, blocks: list[int]) -> None:
         """Write zeros into those of `blocks` that are free."""
@@ -210,10 +235,12 @@ class Pool:
             if self.references[block] or self.cached[block]:
                 continue
             slots = slice(block * self.block_size, (block + 1) * self.block_size)
-            for arrays in self.layers:
-                for array in (arrays.k, arrays.v):
-                    if array.size:
-                        array[:, slots] = 0
+            for array in self.arrays():
+                array[:, slots] = 0
+
+    def arrays(self) -> list[mx.array]:
+        """Those of all layers that hold something."""
+        return [array for layer in self.layers for array in layer.all if array.size]
 
     def gather(self, array: mx.array, block: int) -> mx.array:
         """One block of one of the arrays, copied: [heads, block_size, dim]."""
@@ -241,5 +268,5 @@ class Pool:
                 f"{self._free} free and {self._idle} idle blocks, {self.reserved} reserved: miscounted"
             )
         for arrays in self.layers:
-            if arrays.k.shape[1] != self.blocks * self.block_size:
+            if any(array.shape[1] != self.blocks * self.block_size for array in arrays.all):
                 raise IntegrityError("a pool array changed its shape")

@@ -114,16 +114,15 @@ class GroupStep:
             return slice(int(slots[0]), int(slots[-1]) + 1)
         return mx.array(slots.astype(np.uint32))
 
-    def stand_in(self, array: mx.array) -> mx.array:
-        """An array of the shape that reading `array` would give, and all NaN."""
-        heads, dim = array.shape[0], array.shape[2]
+    def stand_in(self, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
+        """An array of the shape that reading such a layer would give, and all NaN."""
         if (heads, dim) not in self._stand_ins:
             if len(self.tables) == 1:
                 tokens = self.lengths[0] + self.count - self.first + min(self.rule.keep, self.first)
             else:
                 tokens = self.grid.slots
             shape = (len(self.tables), heads, tokens, dim)
-            self._stand_ins[heads, dim] = mx.broadcast_to(mx.array(mx.nan, array.dtype), shape)
+            self._stand_ins[heads, dim] = mx.broadcast_to(mx.array(mx.nan, dtype), shape)
         return self._stand_ins[heads, dim]
 
     # Masks
@@ -169,6 +168,12 @@ class GroupStep:
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
             self._bias[key] = self.pairs.shape_bias(bias)
         return self._bias[key]
+
+    def row_bias(self, mask: mx.array | str | None) -> mx.array:
+        """Like `bias`, for all slots of the grid after each other: [rows, slots], float32."""
+        positions = self.grid.all_positions
+        seen = visible(self.rule, self._window(mask), self.positions[:, None], positions)
+        return mx.where(seen, mx.array(0.0), mx.array(-mx.inf))
 
     def reach(self, mask: mx.array | str | None) -> tuple[int, int] | None:
         """The rule and `mask` as (window, kept tokens); None if one pair of numbers cannot say it."""

@@ -1,0 +1,117 @@
+"""Attention over encoded keys and values, a tile at a time: they are never all in plain form.
+
+    tiles    | head 0, some tokens | head 0, the next | ... | head 1 ...     several heads in one if few are stored
+    scores   [heads, G, tokens]       each tile's keys are read, multiplied with the queries and dropped
+    weights  softmax over tokens      in float32
+    out      [heads, G, dim]          each tile's values are read, multiplied with the weights and dropped
+
+G query heads share one KV head. A tile of one head lies in one piece in the pool, so it is read without being copied.
+The factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
+`mx.depends` makes each wait for the one before it. As in `memory.attention`, on CPU the weights are powers of 2.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+
+from .base import Codec
+
+# Keys or values of so many bytes, in float32, are one tile.
+TILE_BYTES = 2**20
+# Queries per KV head.
+FEW = 8
+Parts = Sequence[mx.array]
+
+
+def attend(
+    queries: mx.array,
+    keys: Codec,
+    key_parts: Parts,
+    values: Codec,
+    value_parts: Parts,
+    scale: float,
+    bias: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of `queries` [heads, G, dim] over encoded tokens, parts [heads, tokens, width]; in float32.
+
+    `bias` is added to the scores, `sinks` are scores of nothing; both must broadcast to [heads, G, tokens]. Queries
+    come in, and outputs go out, in the model's basis. For a batch, heads are those of all its rows.
+    """
+    base = math.log2(math.e) if mx.default_device() == mx.cpu else 1.0
+    scores = _scores(keys.rotate(queries.astype(mx.float32)) * (scale * base), keys, key_parts)
+    if bias is not None:
+        scores = scores + bias * base
+    top = scores.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.astype(mx.float32) * base
+        top = mx.maximum(top, sinks)
+    weights = _power(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + _power(sinks - top)
+    return values.unrotate(_weighted_sum(weights, values, value_parts) / total)
+
+
+def _scores(queries: mx.array, codec: Codec, parts: Parts) -> mx.array:
+    """Products of rotated `queries` with all keys, [heads, G, tokens]."""
+    by_head: list[mx.array] = []
+    done: list[mx.array] = []
+    for heads, tokens in _tiles(codec, parts):
+        tiles = []
+        for piece in tokens:
+            rows = codec.read(_cut(parts, heads, piece, done), mx.float32)
+            done = [queries[heads] @ rows.swapaxes(1, 2)]
+            tiles += done
+        by_head.append(_joined(tiles, axis=2))
+    scores, factors = _joined(by_head, axis=0), codec.factors(parts)
+    if factors.scale is not None:
+        scores = scores * factors.scale[:, None]
+    if factors.bias is not None:
+        scores = scores + queries.sum(axis=-1, keepdims=True) * factors.bias[:, None]
+    return scores
+
+
+def _weighted_sum(weights: mx.array, codec: Codec, parts: Parts) -> mx.array:
+    """[heads, G, dim], in the rotated basis."""
+    # Without plain forms, but once for each query: for decode alone.
+    if weights.shape[1] <= FEW and (out := codec.weigh(weights, parts)) is not None:
+        return out
+    factors = codec.factors(parts)
+    scaled = weights if factors.scale is None else weights * factors.scale[:, None]
+    by_head: list[mx.array] = []
+    done = [scaled]
+    for heads, tokens in _tiles(codec, parts):
+        for count, piece in enumerate(tokens):
+            out = scaled[heads, :, piece] @ codec.read(_cut(parts, heads, piece, done), mx.float32)
+            done = [out + done[0] if count else out]
+        by_head += done
+    out = _joined(by_head, axis=0)
+    if factors.bias is not None:
+        out = out + (weights * factors.bias[:, None]).sum(axis=-1, keepdims=True)
+    return out
+
+
+def _tiles(codec: Codec, parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
+    """Some heads, and which of their tokens to take at a time."""
+    heads, tokens, _ = parts[0].shape
+    rows = max(1, TILE_BYTES // (4 * codec.dim))
+    pieces = [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
+    step = max(1, rows // tokens)
+    for start in range(0, heads, step):
+        yield slice(start, start + step), pieces
+
+
+def _cut(parts: Parts, heads: slice, tokens: slice, after: list[mx.array]) -> list[mx.array]:
+    """That piece of the parts, not to be read before `after` is there."""
+    cut = [part[heads, tokens] for part in parts]
+    return mx.depends(cut, after) if after else cut
+
+
+def _joined(arrays: list[mx.array], axis: int) -> mx.array:
+    return mx.concatenate(arrays, axis=axis) if len(arrays) > 1 else arrays[0]
+
+
+def _power(scores: mx.array) -> mx.array:
+    return mx.power(2.0, scores) if mx.default_device() == mx.cpu else mx.exp(scores)

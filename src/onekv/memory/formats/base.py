@@ -1,0 +1,112 @@
+"""The contract of a codec: how the keys, or the values, of one layer are stored.
+
+A row is what one token keeps in one KV head, `dim` numbers. It is stored as a few `parts`, one pool array each, and
+stays so in every tier. Row t of every part depends on row t of the input alone, never on its neighbours or on the shape
+around it, so rows can be written at any slot, shared, copied and restored byte by byte.
+
+Codecs other than `Plain` store rows in a rotated basis. Nothing rotates them back: inner products do not change when
+both sides are rotated, so queries are rotated instead, and the sum over values is unrotated once per query.
+
+A codec owns no arrays of the pool and keeps no state; one can be shared by all layers of the same dim.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Part(NamedTuple):
+    """What is stored of every row under this name: `width` items of `dtype`."""
+
+    name: str
+    width: int
+    dtype: mx.Dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.dtype.size
+
+
+class Factors(NamedTuple):
+    """What `Codec.read` leaves out of a row: row = numbers * scale + bias, both float32 [...] or nothing.
+
+    Attention applies them to scores and weights, which are `dim` times fewer than the numbers.
+    """
+
+    scale: mx.array | None = None
+    bias: mx.array | None = None
+
+
+class Codec(ABC):
+    # Goes into the fingerprint: it changes whenever the bytes of a row would.
+    name: str
+    dim: int
+    parts: tuple[Part, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Whether rows are stored as they are."""
+        return False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one head."""
+        return sum(part.nbytes for part in self.parts)
+
+    @abstractmethod
+    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
+        """`rows` [..., dim] of any float dtype as the arrays [..., width] of `parts`."""
+
+    @abstractmethod
+    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The numbers [..., dim] of encoded `parts`: rotated rows without their factors."""
+
+    def factors(self, parts: Sequence[mx.array]) -> Factors:
+        """The factors of the rows, one pair for each."""
+        return Factors()
+
+    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The rotated rows [..., dim] of encoded `parts`."""
+        rows, (scale, bias) = self.read(parts, dtype), self.factors(parts)
+        if scale is not None:
+            rows = rows * scale[..., None].astype(dtype)
+        return rows if bias is None else rows + bias[..., None].astype(dtype)
+
+    def weigh(self, weights: mx.array, parts: Sequence[mx.array]) -> mx.array | None:
+        """`weights` [..., G, tokens] times the rotated rows, straight from the bytes; None if there is no such way."""
+        return None
+
+    @abstractmethod
+    def rotate(self, rows: mx.array) -> mx.array:
+        """`rows` [..., dim] in the basis of the decoded ones; same dtype."""
+
+    @abstractmethod
+    def unrotate(self, rows: mx.array) -> mx.array:
+        """The inverse of `rotate`."""
+
+
+class Plain(Codec):
+    """Rows as they are, in the layer's own dtype."""
+
+    def __init__(self, dim: int, dtype: mx.Dtype) -> None:
+        self.dim = dim
+        self.name = str(dtype).removeprefix("mlx.core.")
+        self.parts = (Part("x", dim, dtype),)
+
+    @property
+    def plain(self) -> bool:
+        return True
+
+    def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
+        return (rows.astype(self.parts[0].dtype),)
+
+    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        return parts[0].astype(dtype)
+
+    def rotate(self, rows: mx.array) -> mx.array:
+        return rows
+
+    def unrotate(self, rows: mx.array) -> mx.array:
+        return rows
