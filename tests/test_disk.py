@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import kill_engine
 from architectures import build
 from onekv import LLM
 from onekv.config import Settings
@@ -368,6 +369,10 @@ def test_damage_while_it_runs(model, stored, damage):
         assert run(engine, other)[0].tokens == cold_tokens(model, other)
         assert run(engine, prompt)[0].tokens == cold_tokens(model, prompt)
     engine.close()
+
+
+def test_kills_at_random_moments_give_no_wrong_token():
+    assert kill_engine.run(rounds=3, seed=7) > 0
 
 
 # Settings

@@ -81,6 +81,9 @@ class Engine:
         self.decode_steps = decode_steps
         # Tokens decoded since the last chunk of a prompt.
         self._since_chunk = 0
+        # Counts what may make room; and the request that found none, with the count then: it is not tried in every step.
+        self._changes = 0
+        self._refused: tuple[Request, int] | None = None
         # The requests that what is done now is for: if it raises, they are the ones that fail.
         self.working: list[Request] = []
         self._flight: Flight | None = None
@@ -177,6 +180,9 @@ class Engine:
         if self.prefilling or not self.waiting or busy >= self.plan.max_batch:
             return []
         request = self.waiting[0]
+        if self._refused == (request, self._changes):
+            return []
+        self._refused = (request, self._changes)
         try:
             if self.prefix is not None:
                 request.sequence = self.prefix.open(request.prompt, request.max_length, request.salt)
@@ -211,6 +217,7 @@ class Engine:
         by_sequence = {request.sequence: request for request in self.loading}
         for sequence, loaded in self.prefix.load(LOAD_SECONDS):
             request = by_sequence[sequence]
+            self._changes += 1
             self.loading.remove(request)
             if loaded:
                 self._begin(request, sequence)
@@ -236,6 +243,7 @@ class Engine:
                     self.prefix.snapshot(sequence)
         if sequence.length == last:
             sequence.prefilled()
+            self._changes += 1
             self.prefilling.remove(request)
             self.running.append(request)
 
@@ -333,6 +341,7 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.ended = time.perf_counter()
+        self._changes += 1
         for place in (self.waiting, self.loading, self.prefilling, self.running):
             if request in place:
                 place.remove(request)
