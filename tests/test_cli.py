@@ -52,11 +52,22 @@ def refused(result: tuple[int, str, str]) -> str:
 # Help
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo", "bench", "bench decode"])
+@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo", "bench", "bench decode", "bench mlx-lm"])
 def test_help_has_an_example(run, command):
     status, out, _ = run(*command.split(), "--help")
     assert status == 0
     assert f"example:\n  onekv {command}" in out
+
+
+def test_help_of_the_mlx_server_has_both_programs_flags():
+    """In a process of its own: it installs OneKV's classes in mlx-lm."""
+    result = subprocess.run([ONEKV, "mlx-server", "--help"], capture_output=True, text=True, timeout=PATIENCE)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("onekv mlx-server: --kv-memory SIZE limits KV memory")
+    assert "usage: onekv mlx-server" in result.stdout
+    for flag in ("--model", "--prompt-cache-bytes", "--port"):
+        assert flag in result.stdout
+    assert "Traceback" not in result.stderr
 
 
 def test_help_lists_the_commands_and_examples(run):
@@ -64,6 +75,7 @@ def test_help_lists_the_commands_and_examples(run):
     assert status == 0
     for command in ("generate", "chat", "plan", "demo", "bench"):
         assert f"\n    {command} " in out
+    assert "\n    mlx-server" in out
     assert "examples:\n  onekv chat" in out
 
 

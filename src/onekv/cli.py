@@ -20,14 +20,22 @@ EXAMPLES = """examples:
   onekv generate "The capital of France is" --max-tokens 20
   onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
   onekv cache ls                                    what the disk cache has
+  onekv mlx-server --model mlx-community/Qwen3-8B-4bit    mlx_lm.server with OneKV's caches
   onekv bench decode --json result.json
 """
 MODEL_HELP = f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parser().parse_args(argv)
+        if given[:1] == ["mlx-server"]:
+            # Its flags are mlx_lm.server's, which has its own parser.
+            from .mlx_lm.server import main as mlx_server
+
+            mlx_server(given[1:])
+            return 0
+        arguments = _parser().parse_args(given)
         status = int(arguments.run(arguments) or 0)
         sys.stdout.flush()
         return status
@@ -63,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_plan(commands)
     _add_command(commands, "demo", _demo, "hold a short conversation and show speed and memory", "onekv demo")
+    _add_command(
+        commands,
+        "mlx-server",
+        None,
+        "mlx_lm.server with OneKV's caches: takes its flags, and --kv-memory",
+        "onekv mlx-server --model mlx-community/Qwen3-8B-4bit --prompt-cache-bytes 2000000000",
+    )
     _add_cache(commands)
     _add_bench(commands)
     return parser
@@ -174,7 +189,10 @@ def _add_bench(commands: Any) -> None:
     _add_bench_reuse(benches)
     _add_bench_disk(benches)
     _add_bench_index(benches)
+    _add_bench_quality(benches)
+    _add_bench_formats(benches)
     _add_bench_servers(benches)
+    _add_bench_mlx_lm(benches)
 
 
 def _add_bench_servers(benches: Any) -> None:
@@ -187,6 +205,14 @@ def _add_bench_servers(benches: Any) -> None:
     text = "thousands of requests of all kinds at a small server; exits with 1 if anything is not as it was before"
     command = _add_command(benches, "soak", _bench("soak"), text, "onekv bench soak --requests 2000 --clients 32")
     soak.add_arguments(command)
+
+
+def _add_bench_mlx_lm(benches: Any) -> None:
+    text = "memory peaks of mlx-lm's caches, and of OneKV's in their place; writes a plot"
+    command = _add_command(benches, "mlx-lm", _bench("mlx_lm"), text, "onekv bench mlx-lm --plot peaks.svg")
+    command.add_argument("--tokens", type=_count, default=6144, metavar="N", help="of one conversation; default 6144")
+    command.add_argument("--plot", default="mlx-lm-peaks.svg", metavar="FILE", help="default mlx-lm-peaks.svg")
+    command.add_argument("--json", metavar="FILE", help="also write the figures here")
 
 
 def _add_bench_decode(benches: Any) -> None:
@@ -215,6 +241,35 @@ def _add_bench_disk(benches: Any) -> None:
     folder_help = "where the temporary disk cache is made, to measure that disk; default: the system's place for such"
     command.add_argument("--folder", metavar="DIR", help=folder_help)
     _add_bench_common(command)
+
+
+def _add_bench_quality(benches: Any) -> None:
+    text = "perplexity and needles in a long context, for each KV format"
+    command = _add_command(benches, "quality", _bench("quality"), text, "onekv bench quality --format q8 --format q4")
+    command.add_argument("--model", default=DEFAULT_MODEL, help=MODEL_HELP)
+    _add_formats(command)
+    command.add_argument("--tokens", type=_count, default=20480, metavar="N", help="of the text; default 20480")
+    command.add_argument("--window", type=_count, default=2048, metavar="N", help="read as one prompt; default 2048")
+    needle_help = "tokens of context to find numbers in; default 4000"
+    command.add_argument("--needle", type=_count, default=4000, metavar="N", help=needle_help)
+    command.add_argument("--kv-plain-layers", type=int, default=0, metavar="N", help="first and last layers kept plain")
+    command.add_argument("--json", metavar="FILE", help="also write the figures here")
+    command.add_argument("--dtype", choices=config.DTYPES, help="dtype of the weights")
+
+
+def _add_bench_formats(benches: Any) -> None:
+    text = "decode speed of each KV format beside plain KV, interleaved, medians"
+    command = _add_command(benches, "formats", _bench("formats"), text, "onekv bench formats --context 8192")
+    _add_formats(command)
+    context_help = "tokens before the first one decoded; default 8192"
+    command.add_argument("--context", type=_count, default=8192, metavar="N", help=context_help)
+    command.add_argument("--tokens", type=_count, default=8, metavar="N", help="decoded per round; default 8")
+    _add_bench_common(command)
+
+
+def _add_formats(command: argparse.ArgumentParser) -> None:
+    text = "a KV format to measure; plain (auto) always is; default: all; may be given several times"
+    command.add_argument("--format", action="append", metavar="FORMAT", help=text)
 
 
 def _add_bench_common(command: argparse.ArgumentParser) -> None:

@@ -81,7 +81,7 @@ class Engine:
         self.decode_steps = decode_steps
         # Tokens decoded since the last chunk of a prompt.
         self._since_chunk = 0
-        # Counts what may make room; and the request that found none, with the count then: it is not tried in every step.
+        # Counts what may make room; and who found none, with the count then: it is not tried in every step.
         self._changes = 0
         self._refused: tuple[Request, int] | None = None
         # The requests that what is done now is for: if it raises, they are the ones that fail.

@@ -1,0 +1,123 @@
+"""Decode speed of every KV format beside plain KV, on one model object, in one process.
+
+Each format has an engine with a pool of its own, all with the same prompt stored, and they take turns: a round is N
+tokens of every format, plain first. A ratio is of a format's speed to plain's in the same round; medians over rounds,
+the first of which warms up. Memory for all pools must be there at once.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mlx.nn.layers.base import Module
+
+from ..config import Settings
+from ..engine import Engine, Request
+from ..memory.formats import NAMES, parse
+from ..memory.plan import make_plan
+from ..report import table
+from ..units import format_size
+from .decode import about, bench_model
+
+PLAIN = "auto"
+FORMATS = (*NAMES, "k8v4")
+
+
+@dataclass(frozen=True)
+class Result:
+    """`ratio` is above 1 where the format is faster than plain; `kv_bytes` is what the context takes."""
+
+    format: str
+    context: int
+    token_bytes: int
+    kv_bytes: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    ratio: float
+
+
+def run(arguments: argparse.Namespace) -> None:
+    names = [PLAIN, *(name for name in arguments.format or FORMATS if name != PLAIN)]
+    for name in names:
+        parse(name)
+    model = bench_model(arguments.model, arguments.dtype)
+    results = measure(model, names, arguments.context, arguments.tokens, arguments.rounds)
+    print(_format(results))
+    if arguments.json:
+        how = {"context": arguments.context, "tokens": arguments.tokens, "rounds": arguments.rounds}
+        whole = {**about(arguments.model), **how, "results": [asdict(r) for r in results]}
+        Path(arguments.json).write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def measure(model: Module, names: list[str], context: int, tokens: int, rounds: int) -> list[Result]:
+    """All `names`, plain first, after `context` random tokens."""
+    sides = [_Side(model, name, context, tokens * (rounds + 1) + 1) for name in names]
+    for repeat in range(rounds + 1):
+        for side in sides:
+            side.decode(tokens, timed=repeat > 0)
+    median = statistics.median
+    return [
+        Result(
+            side.name,
+            context,
+            side.token_bytes,
+            side.token_bytes * context,
+            context / side.prefill_seconds,
+            tokens / median(side.seconds),
+            median(plain / own for plain, own in zip(sides[0].seconds, side.seconds, strict=True)),
+        )
+        for side in sides
+    ]
+
+
+class _Side:
+    def __init__(self, model: Module, name: str, context: int, tokens: int) -> None:
+        """Stores the prompt; `tokens` can be decoded after it."""
+        self.name = name
+        common: dict[str, Any] = {"kv_format": name, "max_batch": 1, "prefix_cache": False}
+        probe = make_plan(model, Settings(kv_memory="1GiB", **common), None)
+        self.token_bytes = sum(group.token_bytes for group in probe.layout.groups)
+        # Rounded up as the plan rounds down.
+        length = -(-(context + tokens) // 256) * 256
+        plan = make_plan(model, Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common), None)
+        self._engine = Engine(model, plan, set(), prefix_cache=False)
+        prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, context).tolist()
+        self._request = Request(prompt, tokens)
+        self.seconds: list[float] = []
+        print(f"storing {context} tokens in {name} ...", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        self._engine.submit(self._request)
+        self._until(1)
+        self.prefill_seconds = time.perf_counter() - begin
+
+    def decode(self, tokens: int, timed: bool) -> None:
+        begin = time.perf_counter()
+        self._until(len(self._request.tokens) + tokens)
+        if timed:
+            self.seconds.append(time.perf_counter() - begin)
+
+    def _until(self, tokens: int) -> None:
+        while len(self._request.tokens) < tokens:
+            self._engine.step()
+
+
+def _format(results: list[Result]) -> str:
+    rows = [
+        [
+            r.format,
+            format_size(r.token_bytes),
+            format_size(r.kv_bytes),
+            f"{r.prefill_tokens_per_s:.1f}",
+            f"{r.decode_tokens_per_s:.2f}",
+            f"{r.ratio:.2f}x",
+        ]
+        for r in results
+    ]
+    context = f"KV of {results[0].context:,} tokens"
+    return table(rows, ["format", "per token", context, "prefill tok/s", "decode tok/s", "against plain"])
