@@ -800,3 +800,24 @@ def _weight(path: str, value: mx.array) -> mx.array:
         return 2.0 * noise / math.sqrt(value.shape[-1])
     gain = 1.5 if path.split(".")[-2] in _PEAKED else 1.0
     return gain * noise / math.sqrt(value.shape[-1])
+
+
+# One of each kind of memory: for what would take too long with all of them.
+KINDS = [
+    "llama",
+    "gemma2",
+    "deepseek_v3",
+    "gemma3n",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4",
+    "mamba",
+    "rwkv7",
+    "qwen3_next",
+    "nemotron_h",
+    "recurrent_gemma",
+    "falcon_h1",
+    "baichuan_m1",
+    "deepseek_v32",
+    "minimax_m3_vl",
+]

@@ -5,7 +5,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from architectures import build
+from architectures import KINDS, build
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.memory.plan import make_plan
@@ -34,27 +34,6 @@ def make_engine(model, folder: Path, **settings) -> Engine:
 def restart(engine: Engine, model, folder: Path, **settings) -> Engine:
     engine.close()
     return make_engine(model, folder, **settings)
-
-
-# One of each kind of memory; test_kv_format.py has the others, encoded.
-KINDS = [
-    "llama",
-    "gemma2",
-    "deepseek_v3",
-    "gemma3n",
-    "gemma3_text",
-    "gpt_oss",
-    "llama4",
-    "mamba",
-    "rwkv7",
-    "qwen3_next",
-    "nemotron_h",
-    "recurrent_gemma",
-    "falcon_h1",
-    "baichuan_m1",
-    "deepseek_v32",
-    "minimax_m3_vl",
-]
 
 
 @pytest.mark.parametrize("name", KINDS)

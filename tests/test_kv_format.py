@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from architectures import build
+from architectures import KINDS, build
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.errors import SettingError, UnsupportedLayerError
@@ -15,8 +15,7 @@ from onekv.memory.formats import NAMES
 from onekv.memory.plan import make_plan
 from onekv.tiers.opening import open_tier
 from stock import small_llama, stock_logits
-from test_exact import SERVED
-from test_prefix_exact import UNSTABLE, hits, run, tokens
+from test_prefix_exact import hits, run, tokens
 
 FORMATS = [name for name in NAMES if name != "auto"]
 
@@ -42,9 +41,9 @@ def llama():
     return small_llama(5, num_hidden_layers=3, intermediate_size=64, num_key_value_heads=2, head_dim=64)
 
 
-@pytest.mark.parametrize("name", [name for name in SERVED if name not in UNSTABLE])
+@pytest.mark.parametrize("name", KINDS)
 def test_hits_give_the_tokens_of_an_uncached_run_in_the_same_format(name, tmp_path):
-    """tq4 fits all head dims of these models. After a hit, after a share, after a restart from disk."""
+    """After a hit, after a share, after a restart from disk; tq4 fits all their head dims."""
     model = build(name)
     cold, engine = make_engine(model, "tq4", prefix_cache=False), make_engine(model, "tq4", folder=tmp_path)
     base = tokens(100, 1)
@@ -80,9 +79,7 @@ def test_every_format_is_exact_with_respect_to_itself(kv_format, llama, tmp_path
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "kv_format, tolerance", [("q8", 0.01), ("q4", 0.2), ("tq4", 0.2), ("tq3", 0.5), ("tq2", 0.6)]
-)
+@pytest.mark.parametrize("kv_format, tolerance", [("q8", 0.01), ("q4", 0.2), ("tq4", 0.2), ("tq3", 0.5), ("tq2", 0.6)])
 def test_logits_are_near_those_of_plain_kv(kv_format, tolerance, llama):
     """Relative to the spread of the logits; a format that lost its rotation or its norm would be far off."""
     prompt = tokens(200, 3)

@@ -133,11 +133,10 @@ class DiskTier:
 
     def _ask(self, question: Callable[[DiskIndex], list[tuple[Address, int]]]) -> list[Entry]:
         """The nodes among the answers, with those of their parts that can be read."""
-        shared = self._shared
+        with self._shared.lock:
+            damaged = set(self._shared.damaged)
         nothing: list[tuple[Address, int]] = []
         answers = self._question(question, nothing)
-        with shared.lock:
-            damaged = set(shared.damaged)
         nodes: dict[Address, set[int]] = {}
         for address, part in answers:
             if part in self._images and (address.key, part) not in damaged:
@@ -216,9 +215,10 @@ class DiskTier:
 
     def _rows(self, parts: list[tuple[bytes, int]]) -> list[Row | None]:
         nothing: list[Row | None] = [None] * len(parts)
-        found = self._question(lambda index: index.rows([Name(self._model, *part) for part in parts]), nothing)
+        # Asked for first: what is removed while the index answers is in one of the two.
         with self._shared.lock:
             damaged = set(self._shared.damaged)
+        found = self._question(lambda index: index.rows([Name(self._model, *part) for part in parts]), nothing)
         return [None if part in damaged else row for part, row in zip(parts, found, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
