@@ -4,6 +4,7 @@ An `LLM` owns one engine and is driven by the thread that calls it; use it from 
 may be open at once: whoever asks for text moves all of them on.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,11 +18,14 @@ from .config import Settings
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError
+from .memory.formats import parse
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, load_model
 from .prefix.figures import PrefixStats
 from .tiers.base import TierStats
 from .tiers.opening import open_tier
+
+log = logging.getLogger("onekv")
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -180,6 +184,8 @@ class LLM:
             self.context = None
         self.plan: Plan = make_plan(self.model, self.settings, self.context)
         self.plan.check()
+        if (warning := parse(self.settings.kv_format).warning) is not None:
+            log.warning("onekv: %s", warning)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)

@@ -1,13 +1,16 @@
 """Tables for people: the plan, and the demonstration."""
 
 import sys
+from dataclasses import replace
 
 import mlx.core as mx
 
 from .config import Settings
-from .errors import MemoryBudgetError
+from .errors import MemoryBudgetError, UnsupportedLayerError
 from .llm import LLM, Completion, Message
-from .memory.plan import MARGIN, Plan, make_plan
+from .memory.formats import NAMES, parse
+from .memory.layout import encoded
+from .memory.plan import MARGIN, Plan, divide, make_plan
 from .models import load_model
 from .units import format_size
 
@@ -31,6 +34,7 @@ def print_plan(name: str, settings: Settings) -> int:
     plan = make_plan(loaded.model, settings, loaded.config.get("max_position_embeddings"))
     print(f"{loaded.name} on {plan.device.name}\n")
     print(plan_table(plan))
+    print("\n" + _formats_table(plan, settings))
     try:
         plan.check()
     except MemoryBudgetError as error:
@@ -78,6 +82,31 @@ def _lengths_table(plan: Plan) -> str:
     lengths = [1024, 4096, 8192, 16384, 32768, 131072]
     rows = [[f"{length:,} tokens", str(plan.conversations(length))] for length in lengths]
     return table(rows, ["conversations of", f"at once (of {plan.max_batch})"])
+
+
+def _formats_table(plan: Plan, settings: Settings) -> str:
+    """What the same budget holds in each format."""
+    chosen = str(parse(settings.kv_format))
+    names = [*NAMES, "k8v4"]
+    if chosen not in [str(parse(name)) for name in names]:
+        names.append(chosen)
+    rows = []
+    for name in names:
+        shown = f"{name} (this plan)" if str(parse(name)) == chosen else name
+        try:
+            layout = encoded(plan.layout, parse(name), settings.kv_plain_layers)
+            blocks = divide(
+                layout, plan.budget, plan.block_size, plan.max_batch, plan.prefill_chunk, plan.snapshot_bytes
+            )
+        except UnsupportedLayerError:
+            rows.append([shown, "not for this model", ""])
+        except MemoryBudgetError:
+            rows.append([shown, "does not fit", ""])
+        else:
+            size = sum(group.token_bytes for group in layout.groups)
+            longest = replace(plan, layout=layout, blocks=blocks).longest
+            rows.append([shown, format_size(size), f"{longest:,}" if longest < 2**62 else "no limit"])
+    return table(rows, ["--kv-format", "per token", "tokens"])
 
 
 QUESTIONS = (
