@@ -91,7 +91,7 @@ def test_a_seed_makes_sampling_repeatable_beside_others(llm):
     options = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 50}
     alone = llm.generate(PROMPTS[0], seed=7, **options).tokens
     assert llm.generate(PROMPTS[0], seed=7, **options).tokens == alone
-    beside = llm.stream(PROMPTS[3], max_tokens=30, temperature=1.0)
+    beside = llm.stream(PROMPTS[3], max_tokens=30, temperature=1.0, seed=3)
     next(beside)
     assert llm.generate(PROMPTS[0], seed=7, **options).tokens == alone
     beside.close()

@@ -358,6 +358,11 @@ def _serve(arguments: argparse.Namespace) -> None:
     except ModuleNotFoundError as error:
         raise SettingError(f"the server needs {error.name}; install it with: pip install 'onekv[server]'") from None
     serve(model, settings, {f.name: getattr(engine, f.name) for f in fields(engine)})
+    # All is stored and closed. MLX's own threads are not ours to end, and one of them was seen to abort the process
+    # while the interpreter was taken down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
