@@ -59,9 +59,8 @@ template <> __device__ inline uint32_t pack<__half>(float x, float y) {
 }
 """
 
-SOURCE = """
-  constexpr int C = D / 32, HV = DV / 64, TILES = BS / 16;
-  const float none = __int_as_float(0xff800000);
+# Who a thread is, and what its thread block reads.
+PLACE = """\
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, t = lane & 3;
   const int head = blockIdx.y, row = blockIdx.z, part = blockIdx.x;
@@ -69,6 +68,28 @@ SOURCE = """
   const int rows = blocks[5];
   const int* ids = blocks + 6 + row * n;
   const int* base = ids + rows * n;
+"""
+
+# What follows is done by the thread block that ends last of its row and head.
+LAST = """\
+  __threadfence();
+  __syncthreads();
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    int* counter = const_cast<int*>(counters) + row * H + head;
+    last = atomicAdd(counter, 1) == splits - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+"""
+
+SOURCE = """
+  constexpr int C = D / 32, HV = DV / 64, TILES = BS / 16;
+  const float none = __int_as_float(0xff800000);
+"""
+SOURCE += PLACE + """\
   T* keys = const_cast<T*>(k);
   T* values = const_cast<T*>(v);
   const int first = part * per, tiles = min(per, n - first) * TILES;
@@ -231,17 +252,8 @@ SOURCE = """
     }
   }
 
-  __threadfence();
-  __syncthreads();
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    int* counter = const_cast<int*>(counters) + row * H + head;
-    last = atomicAdd(counter, 1) == splits - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
+"""
+SOURCE += LAST + """\
   for (int index = threadIdx.x; index < G * DV / 4; index += 128) {
     const int head_of = index / (DV / 4), d = index % (DV / 4) * 4, query_head = head * G + head_of;
     const int64_t place = ((int64_t)row * H * G + query_head) * splits;
@@ -277,27 +289,27 @@ Constants = tuple[tuple[str, int | float | bool], ...]
 def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     """One for every shape: with MLX's template arguments the whole source would be made anew for every call."""
     return mx.fast.cuda_kernel(
-        name=f"onekv_decode_{_kernel_name(dtype, constants)}",
+        name=f"onekv_decode_{kernel_name(dtype, constants)}",
         input_names=["q", "k", "v", "new_k", "new_v", "blocks", "lengths", "counters", "sinks"],
         output_names=["out", "scratch"],
-        header=HEADER + _define(dtype, constants),
+        header=HEADER + define(dtype, constants),
         source=SOURCE,
     )
 
 
 @cache
-def _counters(count: int) -> mx.array:
+def zero_counters(count: int) -> mx.array:
     counters = mx.zeros(count, mx.int32)
     mx.eval(counters)
     return counters
 
 
-def _kernel_name(dtype: mx.Dtype, constants: Constants) -> str:
+def kernel_name(dtype: mx.Dtype, constants: Constants) -> str:
     values = "_".join(f"{value:.9g}" if isinstance(value, float) else str(int(value)) for _, value in constants)
     return f"{NAMES[dtype]}_{values}".replace(".", "p").replace("-", "m").replace("+", "")
 
 
-def _define(dtype: mx.Dtype, constants: Constants) -> str:
+def define(dtype: mx.Dtype, constants: Constants) -> str:
     kinds = {bool: "bool", int: "int64_t", float: "float"}
     lines = [f"constexpr {kinds[type(value)]} {name} = {str(value).lower()};" for name, value in constants]
     return "\n".join((f"using T = {NAMES[dtype]};", *lines, ""))
@@ -344,7 +356,7 @@ def cuda_decode(
         ),
     )
     new_k, new_v = new if new is not None else (queries, queries)
-    counters = _counters(rows * heads)
+    counters = zero_counters(rows * heads)
     out: mx.array = kernel(
         inputs=[
             queries.astype(dtype),

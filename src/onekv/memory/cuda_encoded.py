@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .cuda import HEADER, LEAST, THREAD_BLOCKS, THREADS, Constants, _counters, _define, _kernel_name
+from .cuda import HEADER, LAST, LEAST, PLACE, THREAD_BLOCKS, THREADS, Constants, define, kernel_name, zero_counters
 from .formats import Codec
 from .formats.affine import Affine
 from .formats.rotation import rotation
@@ -172,13 +172,8 @@ __device__ inline void transform(float* rows, int count) {
 SOURCE = """
   constexpr int TILES = BS / 16;
   const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.y, row = blockIdx.z, part = blockIdx.x;
-  const int n = blocks[0], per = blocks[1], splits = blocks[2], window = blocks[3], keep = blocks[4];
-  const int rows = blocks[5];
-  const int* ids = blocks + 6 + row * n;
-  const int* base = ids + rows * n;
+"""
+SOURCE += PLACE + """\
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
   const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
   const int first = part * per, tiles = min(per, n - first) * TILES;
@@ -373,17 +368,8 @@ SOURCE = """
     }
   }
 
-  __threadfence();
-  __syncthreads();
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    int* counter = const_cast<int*>(counters) + row * H + head;
-    last = atomicAdd(counter, 1) == splits - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
+"""
+SOURCE += LAST + """\
   for (int index = threadIdx.x; index < G * 32; index += 128) {
     const int head_of = index / 32, d = index % 32 * 4, query_head = head * G + head_of;
     const int64_t place = ((int64_t)row * H * G + query_head) * splits;
@@ -419,10 +405,10 @@ SOURCE = """
 def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     names = ["q", "k", "k_scale", "k_bias", "v", "v_scale", "v_bias", "new_k", "new_v"]
     return mx.fast.cuda_kernel(
-        name=f"onekv_encoded_{_kernel_name(dtype, constants)}",
+        name=f"onekv_encoded_{kernel_name(dtype, constants)}",
         input_names=[*names, "blocks", "lengths", "counters", "sinks", "constants"],
         output_names=["out", "scratch"],
-        header=HEADER + _define(dtype, constants) + HELPERS,
+        header=HEADER + define(dtype, constants) + HELPERS,
         source=SOURCE,
     )
 
@@ -493,7 +479,7 @@ def encoded_decode(
         ),
     )
     new_k, new_v = new if new is not None else (queries, queries)
-    counters = _counters(rows * heads)
+    counters = zero_counters(rows * heads)
     k, v = arrays.keys, arrays.values
     out: mx.array = kernel(
         inputs=[
