@@ -1,10 +1,26 @@
 """Fixtures that all tests share."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
+from terminal import Terminal
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Starts commands in terminals of their own, which end with the test."""
+    opened: list[Terminal] = []
+
+    def start(*argv: str) -> Terminal:
+        opened.append(Terminal(*argv))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
 
 
 @pytest.fixture(scope="session")

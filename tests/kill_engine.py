@@ -22,12 +22,9 @@ import onekv  # noqa: F401  (before MLX, which links its matrix products when it
 # isort: split
 import numpy as np
 
-from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory.plan import make_plan
 from onekv.tiers.maintain import verify
-from onekv.tiers.opening import open_tier
-from stock import small_llama
+from stock import engine_of, small_llama
 
 LIMIT = 12 * 2**20
 ANSWER = 4
@@ -47,10 +44,7 @@ def make_engine(folder: Path | None, policy: str) -> Engine:
     disk = (
         {"disk_cache": str(folder), "disk_limit": LIMIT, "disk_policy": policy} if folder else {"prefix_cache": False}
     )
-    settings = Settings(kv_memory="8MB", block_size=16, max_batch=3, prefill_chunk=64, **disk)
-    plan = make_plan(model, settings, None)
-    tier = open_tier(settings, plan, model, "a model")
-    return Engine(model, plan, set(), folder is not None, tier=tier, write_through=policy == "write_through")
+    return engine_of(model, kv_memory="8MB", block_size=16, max_batch=3, prefill_chunk=64, **disk)
 
 
 def answer(engine: Engine, some: list[list[int]]) -> list[list[int]]:

@@ -6,9 +6,13 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from onekv.config import Settings
+from onekv.engine import Engine
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import read_layout
+from onekv.memory.plan import make_plan
 from onekv.memory.sequence import Sequence
+from onekv.tiers.opening import open_tier
 
 
 def small_llama(seed: int, **shape: int) -> Any:
@@ -18,6 +22,15 @@ def small_llama(seed: int, **shape: int) -> Any:
     model = llama.Model(llama.ModelArgs.from_dict({**common, "num_attention_heads": 8, **shape}))
     mx.eval(model.parameters())
     return model
+
+
+def engine_of(model: Any, **settings: Any) -> Engine:
+    """An engine with these settings, as `LLM` makes one; no token ends an answer."""
+    resolved = Settings(**settings)
+    plan = make_plan(model, resolved, None)
+    tier = open_tier(resolved, plan, model, "a model")
+    through = resolved.disk_policy == "write_through"
+    return Engine(model, plan, set(), resolved.prefix_cache, tier=tier, write_through=through)
 
 
 def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:

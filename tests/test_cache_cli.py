@@ -21,7 +21,8 @@ from disk_parts import files, open_tier, store
 
 from onekv.cache_cli import ago
 from onekv.cli import main
-from test_cli import ONEKV, PATIENCE, Terminal, refused
+from terminal import PATIENCE
+from test_cli import ONEKV, refused
 
 ACTIONS = ("ls", "stats", "verify", "clear")
 
@@ -259,19 +260,6 @@ def test_clear_of_one_model_leaves_the_others(run, folder, by):
 def test_clear_of_an_unknown_model_removes_nothing(run, folder, name, text):
     assert text in refused(run("clear", "--disk-cache", folder, "--model", name, "--yes"))
     assert len(files(folder)) == 15
-
-
-@pytest.fixture
-def terminal():
-    opened = []
-
-    def start(*argv: str) -> Terminal:
-        opened.append(Terminal(*argv))
-        return opened[-1]
-
-    yield start
-    for each in opened:
-        each.close()
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import io
 import json
 import math
-import os
-import select
 import signal
 import subprocess
 import sys
@@ -16,9 +14,9 @@ import pytest
 
 from onekv import __version__
 from onekv.cli import main
+from terminal import PATIENCE
 
 ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
-PATIENCE = 120
 
 pytestmark = pytest.mark.usefixtures("smollm2_path")
 
@@ -217,67 +215,6 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, monkeypatch):
     assert status == 0
     assert "Paris" in out
     assert "raise --kv-memory (now 7.63 MiB); /new starts over" in err
-
-
-class Terminal:
-    """A command in a pseudo-terminal of its own, as a person has it."""
-
-    def __init__(self, *argv: str) -> None:
-        self.end, theirs = os.openpty()
-        # The command must own the terminal, or Ctrl-C would not reach it.
-        own = (
-            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", own, *argv], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-        )
-        os.close(theirs)
-        self.seen = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self.end, keys.encode())
-
-    def read(self) -> bool:
-        """More output, if there is any to come; False at its end."""
-        if not select.select([self.end], [], [], PATIENCE)[0]:
-            pytest.fail(f"nothing more came after: {self.seen!r}")
-        try:
-            self.seen += os.read(self.end, 4096).decode()
-        except OSError:  # What Linux says when the other end is closed.
-            return False
-        return True
-
-    def expect(self, text: str) -> str:
-        """Waits for `text`; gives what came before it and goes on after it."""
-        while text not in self.seen:
-            assert self.read(), f"{text!r} did not come; instead: {self.seen!r}"
-        before, _, self.seen = self.seen.partition(text)
-        assert "Traceback" not in before
-        return before
-
-    def ask(self, question: str) -> str:
-        self.type(question + "\n")
-        self.expect(question + "\r\n")
-        return self.expect("\r\n> ")
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self.end)
-
-
-@pytest.fixture
-def terminal():
-    opened = []
-
-    def start(*argv: str) -> Terminal:
-        opened.append(Terminal(*argv))
-        return opened[-1]
-
-    yield start
-    for each in opened:
-        each.close()
 
 
 def test_chat_in_a_terminal(terminal):

@@ -28,6 +28,19 @@ CASES = [
 ]
 
 
+def tables_of(pool, lengths) -> list[Table]:
+    """Tables of sequences of these lengths; blocks that are in none of them come first, so that none starts at 0."""
+    pool.reserve(2)
+    pool.take(2, None, 0)
+    tables = []
+    for n in lengths:
+        table = Table(pool, n + 1, n)
+        table.advance(0, n - 1)
+        table.advance(n - 1, 1)
+        tables.append(table)
+    return tables
+
+
 def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     """The largest difference of the kernels' output to the reference, relative to the largest output."""
     heads, (k_dim, v_dim) = 3, dims
@@ -38,15 +51,7 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     mx.random.seed(sum(lengths))
     arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
     arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
-    # Blocks that are in nobody's table first, so that none starts at 0.
-    pool.reserve(2)
-    pool.take(2, None, 0)
-    tables = []
-    for n in lengths:
-        table = Table(pool, n + 1, n)
-        table.advance(0, n - 1)
-        table.advance(n - 1, 1)
-        tables.append(table)
+    tables = tables_of(pool, lengths)
     step = GroupStep(tables, [n - 1 for n in lengths], 1, None)
     queries = mx.random.normal((len(lengths), heads * shared, 1, k_dim)).astype(dtype)
     sinks = mx.random.normal((heads * shared,)).astype(dtype) if with_sinks else None

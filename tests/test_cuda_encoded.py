@@ -10,7 +10,7 @@ from onekv.memory.formats import parse
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
 from onekv.memory.step import GroupStep, visible
-from onekv.memory.table import Table
+from test_cuda import tables_of
 
 DIM, HEADS = 128, 3
 FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4", "ktq4vq8")
@@ -36,14 +36,7 @@ def make(dtype, kv_format, lengths, rule, block_size):
     spread = 1 + 4 * (mx.arange(DIM) % 16 == 3)
     rows = [mx.random.normal((HEADS, blocks * block_size, DIM)) * spread + 1 for _ in range(2)]
     arrays.all[:] = [*stored.keys.encode(rows[0]), *stored.values.encode(rows[1])]
-    pool.reserve(2)
-    pool.take(2, None, 0)
-    tables = []
-    for n in lengths:
-        table = Table(pool, n + 1, n)
-        table.advance(0, n - 1)
-        table.advance(n - 1, 1)
-        tables.append(table)
+    tables = tables_of(pool, lengths)
     mx.eval(arrays.all)
     return stored, arrays, tables, GroupStep(tables, [n - 1 for n in lengths], 1, None)
 

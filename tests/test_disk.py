@@ -20,7 +20,7 @@ from onekv.errors import SettingError
 from onekv.memory.plan import make_plan
 from onekv.prefix.figures import DAMAGED
 from onekv.tiers.opening import default_folder, disk_limit, open_tier
-from stock import small_llama
+from stock import engine_of, small_llama
 
 MIB = 2**20
 BLOCK = 64
@@ -36,10 +36,7 @@ def make_engine(model, folder: Path | None, blocks: int = 40, **settings) -> Eng
     values = {"kv_memory": blocks * 2 * MIB, "max_batch": 3, "prefill_chunk": 256, **settings}
     if folder is not None:
         values = {"disk_cache": str(folder), "disk_limit": "2GB", **values}
-    resolved = Settings(**values)
-    plan = make_plan(model, resolved, None)
-    tier = open_tier(resolved, plan, model, "a model")
-    return Engine(model, plan, set(), tier=tier, write_through=resolved.disk_policy == "write_through")
+    return engine_of(model, **values)
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

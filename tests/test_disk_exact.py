@@ -9,7 +9,7 @@ from architectures import KINDS, build
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.memory.plan import make_plan
-from onekv.tiers.opening import open_tier
+from stock import engine_of
 from test_prefix_exact import hits, run, tokens
 from test_prefix_exact import make_engine as make_hot_engine
 
@@ -25,10 +25,7 @@ def _plain_kernels():
 
 def make_engine(model, folder: Path, **settings) -> Engine:
     values = {"kv_memory": "8MB", "block_size": BLOCK, "max_batch": 3, "prefill_chunk": 48, "disk_limit": "256MB"}
-    resolved = Settings(disk_cache=str(folder), **{**values, **settings})
-    plan = make_plan(model, resolved, None)
-    tier = open_tier(resolved, plan, model, "a model")
-    return Engine(model, plan, set(), tier=tier, write_through=resolved.disk_policy == "write_through")
+    return engine_of(model, disk_cache=str(folder), **{**values, **settings})
 
 
 def restart(engine: Engine, model, folder: Path, **settings) -> Engine:

@@ -12,9 +12,7 @@ from onekv.engine import Engine
 from onekv.errors import SettingError, UnsupportedLayerError
 from onekv.memory.blocks import block_tensors
 from onekv.memory.formats import NAMES
-from onekv.memory.plan import make_plan
-from onekv.tiers.opening import open_tier
-from stock import small_llama, stock_logits
+from stock import engine_of, small_llama, stock_logits
 from test_prefix_exact import hits, run, tokens
 
 FORMATS = [name for name in NAMES if name != "auto"]
@@ -31,9 +29,7 @@ def make_engine(model, kv_format: str, prefix_cache: bool = True, folder: Path |
     values = {"kv_memory": "8MB", "block_size": 16, "max_batch": 3, "prefill_chunk": 48, **settings}
     if folder is not None:
         values = {"disk_cache": str(folder), "disk_limit": "256MB", **values}
-    resolved = Settings(kv_format=kv_format, prefix_cache=prefix_cache, **values)
-    plan = make_plan(model, resolved, None)
-    return Engine(model, plan, set(), prefix_cache, tier=open_tier(resolved, plan, model, "a model"))
+    return engine_of(model, kv_format=kv_format, prefix_cache=prefix_cache, **values)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +110,6 @@ def test_formats_hold_more_tokens(llama):
 
 
 def test_encoded_bytes_are_the_same_in_memory_and_on_disk(llama, tmp_path):
-    engine = make_engine(llama, "k8v4", folder=tmp_path, disk_policy="write_through")
-    engine.close()
     engine = make_engine(llama, "k8v4", folder=tmp_path)
     run(engine, [tokens(40, 1)])
     nodes = {node.key.hex(): node for node in engine.prefix.index.nodes.values()}

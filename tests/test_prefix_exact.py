@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from architectures import VOCAB, build
-from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory.plan import make_plan
+from stock import engine_of
 from test_exact import SERVED
 
 BLOCK = 16
@@ -24,8 +23,7 @@ def _plain_kernels():
 
 def make_engine(model, prefix_cache=True, **settings) -> Engine:
     values = {"kv_memory": "8MB", "block_size": BLOCK, "max_batch": 3, "prefill_chunk": 48, **settings}
-    resolved = Settings(prefix_cache=prefix_cache, **values)
-    return Engine(model, make_plan(model, resolved, None), set(), prefix_cache)
+    return engine_of(model, prefix_cache=prefix_cache, **values)
 
 
 def run(engine: Engine, prompts: list[list[int]], count: int = 6, **options) -> list[Request]:

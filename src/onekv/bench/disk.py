@@ -42,7 +42,6 @@ from ..errors import OneKVError, SettingError
 from ..memory.plan import make_plan
 from ..prefix.cache import PrefixCache
 from ..prefix.cold import Cold
-from ..prefix.index import held
 from ..report import table
 from ..tiers.opening import open_tier
 from ..units import format_size
@@ -269,12 +268,7 @@ def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
         cold = Cold(tier, engine.memory, prefix.index, prefix.snapshots)
         begin = time.perf_counter()
         for node in prefix.index.nodes.values():
-            for group in range(len(engine.memory.pools)):
-                if held(node, group):
-                    cold.store(node, group, wait=True)
-            snapshot = prefix.snapshots.get(node.key)
-            if snapshot is not None:
-                cold.store_states(node, snapshot, wait=True)
+            cold.store_node(node, wait=True)
         tier.flush()
         return time.perf_counter() - begin, tier.stats().written_bytes
     finally:

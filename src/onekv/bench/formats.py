@@ -19,13 +19,13 @@ from mlx.nn.layers.base import Module
 
 from ..config import Settings
 from ..engine import Engine, Request
-from ..memory.formats import NAMES, parse
+from ..memory.formats import NAMES
 from ..memory.plan import make_plan
 from ..report import table
 from ..units import format_size
 from .decode import about, bench_model
+from .quality import asked
 
-PLAIN = "auto"
 FORMATS = (*NAMES, "k8v4")
 
 
@@ -43,9 +43,7 @@ class Result:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    names = [PLAIN, *(name for name in arguments.format or FORMATS if name != PLAIN)]
-    for name in names:
-        parse(name)
+    names = asked(arguments.format or FORMATS)
     model = bench_model(arguments.model, arguments.dtype)
     results = measure(model, names, arguments.context, arguments.tokens, arguments.rounds)
     print(_format(results))

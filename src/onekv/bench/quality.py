@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -58,10 +59,15 @@ class Result:
     answers: float
 
 
-def run(arguments: argparse.Namespace) -> None:
-    names = [PLAIN, *(name for name in arguments.format or FORMATS if name != PLAIN)]
-    for name in names:
+def asked(formats: Sequence[str]) -> list[str]:
+    """The formats to measure, plain first; refuses what is none."""
+    for name in formats:
         parse(name)
+    return [PLAIN, *(name for name in formats if name != PLAIN)]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    names = asked(arguments.format or FORMATS)
     loaded = load_model(arguments.model, dtype=arguments.dtype)
     text = alice()
     tokens = list(loaded.tokenizer.encode(text))

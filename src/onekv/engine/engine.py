@@ -393,4 +393,4 @@ class Engine:
 
 def fingerprint(model: Module, plan: Plan) -> str:
     """Names what cached blocks depend on besides their tokens."""
-    return f"{type(model).__module__} {plan.layout} {plan.layout.codecs} {plan.block_size}"
+    return f"{type(model).__module__} {plan.stored_as}"

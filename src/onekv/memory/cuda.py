@@ -89,7 +89,9 @@ SOURCE = """
   constexpr int C = D / 32, HV = DV / 64, TILES = BS / 16;
   const float none = __int_as_float(0xff800000);
 """
-SOURCE += PLACE + """\
+SOURCE += (
+    PLACE
+    + """\
   T* keys = const_cast<T*>(k);
   T* values = const_cast<T*>(v);
   const int first = part * per, tiles = min(per, n - first) * TILES;
@@ -253,7 +255,10 @@ SOURCE += PLACE + """\
   }
 
 """
-SOURCE += LAST + """\
+)
+SOURCE += (
+    LAST
+    + """\
   for (int index = threadIdx.x; index < G * DV / 4; index += 128) {
     const int head_of = index / (DV / 4), d = index % (DV / 4) * 4, query_head = head * G + head_of;
     const int64_t place = ((int64_t)row * H * G + query_head) * splits;
@@ -280,6 +285,7 @@ SOURCE += LAST + """\
     to[3] = T(result.w / total);
   }
 """
+)
 
 NAMES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half"}
 Constants = tuple[tuple[str, int | float | bool], ...]

@@ -173,7 +173,9 @@ SOURCE = """
   constexpr int TILES = BS / 16;
   const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
 """
-SOURCE += PLACE + """\
+SOURCE += (
+    PLACE
+    + """\
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
   const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
   const int first = part * per, tiles = min(per, n - first) * TILES;
@@ -369,7 +371,10 @@ SOURCE += PLACE + """\
   }
 
 """
-SOURCE += LAST + """\
+)
+SOURCE += (
+    LAST
+    + """\
   for (int index = threadIdx.x; index < G * 32; index += 128) {
     const int head_of = index / 32, d = index % 32 * 4, query_head = head * G + head_of;
     const int64_t place = ((int64_t)row * H * G + query_head) * splits;
@@ -399,6 +404,7 @@ SOURCE += LAST + """\
   for (int i = threadIdx.x; i < G * 128; i += 128)
     out[((int64_t)row * H + head) * G * 128 + i] = T(space[i] * norm * signs[i % 128]);
 """
+)
 
 
 @cache

@@ -174,8 +174,10 @@ def encoded(layout: Layout, format: KVFormat, plain_layers: int) -> Layout:
         )
         for group in layout.groups
     )
-    # Asked for once, here, so that what cannot be stored is refused before anything is allocated.
-    return replace(layout, groups=groups) if all(group.token_bytes >= 0 for group in groups) else layout
+    stored = replace(layout, groups=groups)
+    # Makes every codec: what cannot be stored is refused here, before anything is allocated.
+    _ = stored.codecs
+    return stored
 
 
 def _number(layer: KVLayer) -> int:

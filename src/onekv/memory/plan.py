@@ -31,7 +31,7 @@ SNAPSHOTS = 8
 # Sequences whose window is kept, for each that may run, if half of the budget allows.
 WINDOWS = 4
 # Parts on their way from the disk that are not read into the pool directly: states, and blocks on CUDA.
-READERS = 2
+UNPLACED = 2
 # What a block's file has beside its content, amply.
 HEADER = 2**16
 # The most memory for blocks on their way to the disk, unless it is set.
@@ -75,9 +75,14 @@ class Plan:
         return self.layout.sequence_bytes * self.max_batch + self.snapshot_bytes
 
     @property
+    def stored_as(self) -> str:
+        """Names what decides, besides the model, what the bytes of a stored block are."""
+        return f"{self.layout} {self.layout.codecs} {self.block_size}"
+
+    @property
     def staging(self) -> int:
         """Memory for blocks on their way to the disk and back."""
-        return self.queue + READERS * largest_part(self.layout, self.block_size) if self.queue else 0
+        return self.queue + UNPLACED * largest_part(self.layout, self.block_size) if self.queue else 0
 
     @property
     def total(self) -> int:

@@ -77,11 +77,12 @@ class PrefixCache:
         It may be loading first (`loading`). None: another one loads what this one needs; try again later. Raises
         OutOfBlocks if what is left to compute cannot be promised; then nothing has changed.
         """
-        match = self.index.match(as_bytes(tokens), salt, len(tokens) - 1)
+        data = as_bytes(tokens)
+        match = self.index.match(data, salt, len(tokens) - 1)
         pieces = self._pieces(match)
         length = self._restore_point(pieces)
         if self._cold is not None and length < len(tokens) - 1:
-            places, reach = self._cold.reach(match, as_bytes(tokens), len(tokens) - 1)
+            places, reach = self._cold.reach(match, data, len(tokens) - 1)
             if reach > length:
                 return self._open_cold(self._cold, match, places, reach, tokens, max_length, salt)
         path = [*match.nodes, *([match.tail] if match.tail else [])]
@@ -239,10 +240,11 @@ class PrefixCache:
 
         Changes nothing.
         """
-        match = self.index.match(as_bytes(tokens), salt, len(tokens) - 1, touch=False)
+        data = as_bytes(tokens)
+        match = self.index.match(data, salt, len(tokens) - 1, touch=False)
         hot = self._restore_point(self._pieces(match))
         if self._cold is not None and hot < len(tokens) - 1:
-            places, reach = self._cold.reach(match, as_bytes(tokens), len(tokens) - 1)
+            places, reach = self._cold.reach(match, data, len(tokens) - 1)
             if reach > hot:
                 return reach, hot, self._missed_after(places, places[-1].end, reach, tokens, salt)
         last = match.nodes[-1] if match.nodes else match.root

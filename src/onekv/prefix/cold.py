@@ -98,6 +98,15 @@ class Cold:
             return False
         return self.tier.offer(address_of(node), STATES, lambda out: read_states(states, out), wait)
 
+    def store_node(self, node: Node, wait: bool = False) -> None:
+        """Offer all that is left of a node to the tier."""
+        for group in range(len(self._memory.pools)):
+            if held(node, group):
+                self.store(node, group, wait)
+        snapshot = self._snapshots.get(node.key)
+        if snapshot is not None:
+            self.store_states(node, snapshot, wait)
+
     def store_all(self) -> Iterator[tuple[int, int]]:
         """Offer all that is cached and fits the tier, waiting for it; gives (bytes done, in all)."""
         nodes: list[Node] = []
@@ -112,12 +121,7 @@ class Cold:
         self.tier.touch(keys)
         total, done = sum(map(self._node_bytes, nodes)), 0
         for node in nodes:
-            for group in range(len(self._memory.pools)):
-                if held(node, group):
-                    self.store(node, group, wait=True)
-            snapshot = self._snapshots.get(node.key)
-            if snapshot is not None:
-                self.store_states(node, snapshot, wait=True)
+            self.store_node(node, wait=True)
             done += self._node_bytes(node)
             yield done, total
         self.tier.touch(keys)

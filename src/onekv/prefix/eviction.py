@@ -70,7 +70,8 @@ class Eviction:
         parent = node.parent
         if self.removable(node):
             self._figures.remember(node.key, EVICTED)
-            self._store(node)
+            if self._cold is not None:
+                self._cold.store_node(node)
             self.remove(node)
             if parent is not None and not parent.children:
                 self.offer(parent)
@@ -84,17 +85,6 @@ class Eviction:
         self._figures.evicted_blocks += 1
         return True
 
-    def _store(self, node: Node) -> None:
-        """Offer all that is left of a node to the colder tier."""
-        if self._cold is None:
-            return
-        for group in range(len(self._pools)):
-            if held(node, group):
-                self._cold.store(node, group)
-        snapshot = self._snapshots.get(node.key)
-        if snapshot is not None:
-            self._cold.store_states(node, snapshot)
-
     def snapshot_dropped(self, key: bytes, snapshot: Snapshot) -> None:
         """A snapshot made room for others."""
         node = self._index.nodes.get(key)
@@ -105,7 +95,7 @@ class Eviction:
             self._cold.store_states(node, snapshot)
             if not node.children:
                 # The end of a conversation is read as a whole, its part of a block included.
-                self._store(node)
+                self._cold.store_node(node)
         self.prune(node)
 
     def _outlived(self, node: Node) -> bool:

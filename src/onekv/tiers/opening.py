@@ -50,7 +50,7 @@ def open_tier(settings: Settings, plan: Plan, model: Module, name: str) -> DiskT
     try:
         return DiskTier(
             folder,
-            f"{identity(model)} {plan.layout} {plan.layout.codecs} {plan.block_size}",
+            f"{identity(model)} {plan.stored_as}",
             name,
             images,
             plan.block_size,
