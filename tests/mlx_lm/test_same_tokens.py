@@ -12,6 +12,7 @@ from mlx_lm.models import cache as caches
 from architectures import build
 from onekv.mlx_lm import BatchKVCache, BatchRotatingKVCache, KVCache, LRUPromptCache, RotatingKVCache, installed
 from onekv.mlx_lm.slabs import POOL
+from onekv.models import load_model
 
 # Dense, windows, hybrid; then keys and values of two widths, sinks, shared layers and lists of caches.
 MODELS = ["llama", "gemma3_text", "qwen3_next"]
@@ -47,6 +48,17 @@ def test_one_sequence(name: str, chunk: int) -> None:
     model = build(name)
     stock, ours = both(lambda: generated(model, prompt(90), 120, prefill_step_size=chunk))
     assert ours == stock
+
+
+def test_stream_generate_of_the_default_model(smollm2_path: Any) -> None:
+    loaded = load_model(str(smollm2_path))
+
+    def run() -> list[tuple[int, str]]:
+        pieces = module().stream_generate(loaded.model, loaded.tokenizer, "The three largest rivers are", max_tokens=24)
+        return [(piece.token, piece.text) for piece in pieces]
+
+    stock, ours = both(run)
+    assert ours == stock and len(ours) == 24
 
 
 @pytest.mark.parametrize("name", MODELS)
