@@ -292,8 +292,9 @@ def test_joining_a_batch_moves_no_kv() -> None:
         batch.extend(joining)
         del joining
         decode(batch, 4)
-    # A step's own scores, of one more row, are no part of joining.
-    assert peak.rise - steady.rise * 4 / 3 < 0.01
+    # A step's own scores, of one more row, are no part of joining; how many of them live at a time is MLX's affair. The
+    # keys of the row that joins, copied, would be 0.5.
+    assert peak.rise - steady.rise * 4 / 3 < 0.1
 
 
 def test_the_state_of_a_sequence_in_several_slabs_is_evaluated_where_it_is() -> None:
