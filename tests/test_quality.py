@@ -12,6 +12,7 @@ from onekv import LLM
 from onekv.bench import quality
 from onekv.bench.soak import _save_tiny
 from onekv.cli import main
+from onekv.memory.calibration import calibration_tokens
 from onekv.models import load_model
 from stock import small_llama, stock_logits
 from test_cli import refused
@@ -39,12 +40,17 @@ def test_plain_perplexity_is_that_of_the_model_alone():
     engine.check_integrity()
 
 
-def test_q8_reads_a_real_text_as_plain_does(smollm2):
+def test_q8_reads_a_real_text_as_plain_does_and_q4_needs_the_centres_of_keys(smollm2):
     tokens = smollm2.tokenizer.encode(quality.alice())[3000:3768]
-    plain, q8 = (
-        quality.text_perplexity(quality.make_engine(smollm2.model, name, 768), tokens, 768) for name in ("auto", "q8")
-    )
-    assert q8 == pytest.approx(plain, rel=2e-3)
+    calibration = calibration_tokens(smollm2.tokenizer)
+
+    def perplexity(name, calibration=()):
+        return quality.text_perplexity(quality.make_engine(smollm2.model, name, 768, 0, calibration), tokens, 768)
+
+    plain = perplexity("auto")
+    assert perplexity("q8") == pytest.approx(plain, rel=2e-3)
+    centred, as_it_is = perplexity("q4", calibration), perplexity("q4")
+    assert abs(centred / plain - 1) < 0.5 * (as_it_is / plain - 1)
 
 
 def test_numbers_lie_at_equal_distances(smollm2):

@@ -18,6 +18,7 @@ from .config import Settings
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError
+from .memory.calibration import calibration_tokens
 from .memory.formats import parse
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, load_model
@@ -182,7 +183,8 @@ class LLM:
                 raise SettingError("an mlx-lm model was given without its tokenizer; pass tokenizer=...")
             self.name, self.model, self.tokenizer = type(model).__module__, model, tokenizer
             self.context = None
-        self.plan: Plan = make_plan(self.model, self.settings, self.context)
+        calibration = calibration_tokens(self.tokenizer) if parse(self.settings.kv_format).centred else ()
+        self.plan: Plan = make_plan(self.model, self.settings, self.context, calibration)
         self.plan.check()
         if (warning := parse(self.settings.kv_format).warning) is not None:
             log.warning("onekv: %s", warning)

@@ -83,7 +83,9 @@ class _Side:
         self.token_bytes = sum(group.token_bytes for group in probe.layout.groups)
         # Rounded up as the plan rounds down.
         length = -(-(context + tokens) // 256) * 256
-        plan = make_plan(model, Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common), None)
+        settings = Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common)
+        # Any tokens: the time does not depend on what is found.
+        plan = make_plan(model, settings, None, range(1, 65))
         self._engine = Engine(model, plan, set(), prefix_cache=False)
         prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, context).tolist()
         self._request = Request(prompt, tokens)

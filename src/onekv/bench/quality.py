@@ -27,6 +27,7 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
+from ..memory.calibration import calibration_tokens
 from ..memory.formats import NAMES, parse
 from ..memory.plan import make_plan
 from ..models import load_model
@@ -103,7 +104,7 @@ def measure(
     context: int,
 ) -> Result:
     """One format; `plain` is the perplexity to compare with."""
-    engine = make_engine(model, name, max(window, context + 512), plain_layers)
+    engine = make_engine(model, name, max(window, context + 512), plain_layers, calibration_tokens(tokenizer))
     perplexity = text_perplexity(engine, tokens, window)
     found, answers = needles(engine, tokenizer, tokens, context) if context else ([], [0.0])
     engine.check_integrity()
@@ -120,7 +121,9 @@ def measure(
     )
 
 
-def make_engine(model: Module, name: str, length: int, plain_layers: int = 0) -> Engine:
+def make_engine(
+    model: Module, name: str, length: int, plain_layers: int = 0, calibration: Sequence[int] = ()
+) -> Engine:
     """An engine whose pool holds one sequence of `length` tokens."""
     common: dict[str, Any] = {
         "kv_format": name,
@@ -131,7 +134,8 @@ def make_engine(model: Module, name: str, length: int, plain_layers: int = 0) ->
     probe = make_plan(model, Settings(kv_memory="4GiB", **common), None)
     token_bytes = sum(group.token_bytes for group in probe.layout.groups)
     budget = token_bytes * (length + 2 * probe.block_size) + probe.state_bytes
-    return Engine(model, make_plan(model, Settings(kv_memory=budget, **common), None), set())
+    settings = Settings(kv_memory=budget, **common)
+    return Engine(model, make_plan(model, settings, None, calibration), set())
 
 
 def text_perplexity(engine: Engine, tokens: list[int], window: int) -> float:

@@ -10,6 +10,10 @@ tensor cores. What is different:
                bias * sum(q)
     values     the same: weights are multiplied with the scale, and the sum of weight * bias is added at the end
     new token  is rotated, encoded and stored by the warp that reads its tile, like `Codec.encode` does it
+    centres    (`formats.centre`) of 16 tokens are one more product: with a, b the factors of a pair's cosine and sine,
+               S its angle at the first of the tokens and s that from there on,
+               a cos(S + s) + b sin(S + s) = (a cos S + b sin S) cos s + (b cos S - a sin S) sin s
+               the factors are turned by S, which a table has for every 16th position; that of s is the same for all
     output     is unrotated by the thread block that joins the splits
 
 Codes of up to 4 bits become numbers by a table of pairs in shared memory, those of 8 bits by conversion. Affine codes
@@ -26,6 +30,7 @@ import numpy as np
 from .cuda import HEADER, LAST, LEAST, PLACE, THREAD_BLOCKS, THREADS, Constants, define, kernel_name, zero_counters
 from .formats import Codec
 from .formats.affine import Affine
+from .formats.centre import Centre, Rope
 from .formats.rotation import rotation
 from .formats.turbo import Turbo, codebook
 from .layout import KVLayer
@@ -93,13 +98,25 @@ __device__ inline float reduce_sum(float x) {
   return x;
 }
 
-// One row of 128 numbers, four in each lane, encoded and stored by a warp.
+// Factors of a cosine and a sine, turned by the angle whose cosine and sine are given.
+__device__ inline uint32_t turned(float a, float b, uint32_t angle) {
+  const __half2 both = *reinterpret_cast<const __half2*>(&angle);
+  const float cosine = __low2float(both), sine = __high2float(both);
+  return pack<T>(a * cosine + b * sine, b * cosine - a * sine);
+}
+
+// One row of 128 numbers without its centre, four in each lane, encoded and stored by a warp.
 template <int BITS, bool AFFINE>
-__device__ inline void store(const T* row, const float* signs, const float* levels, const Codes& side, int64_t slot) {
+__device__ inline void store(
+    const T* row, const float* centre, const float* signs, const float* levels, const Codes& side, int64_t slot) {
   constexpr int COUNT = 1 << BITS;
   const int lane = threadIdx.x & 31;
   float x[4];
-  for (int i = 0; i < 4; i++) x[i] = float(row[lane * 4 + i]) * signs[lane * 4 + i];
+  for (int i = 0; i < 4; i++) {
+    x[i] = float(row[lane * 4 + i]);
+    if (centre) x[i] -= centre[lane * 4 + i];
+    x[i] *= signs[lane * 4 + i];
+  }
   const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], d = x[2] - x[3];
   x[0] = a + c; x[1] = b + d; x[2] = a - c; x[3] = b - d;
   for (int step = 1; step < 32; step *= 2)
@@ -189,6 +206,10 @@ SOURCE += (
   __shared__ float shared_acc[4][G][128], shared_top[4][G], shared_sum[4][G], shared_move[4][G], query_sum[G];
   __shared__ uint32_t k_words[256], v_words[256];
   __shared__ __align__(16) T rotated[G * 128];
+  // Of centres: the factors of two pairs, cosines and sines of four pairs 0 to 15 positions on, the new token's own.
+  __shared__ __align__(16) float4 pair_factors[CENTRE ? 8 : 1][32];
+  __shared__ __align__(16) uint4 steps[CENTRE ? 8 : 1][32];
+  __shared__ float own_centre[128];
   const float* signs = constants;
   const float* k_levels = constants + 128;
   const float* v_levels = k_levels + 16;
@@ -197,6 +218,27 @@ SOURCE += (
   for (int i = threadIdx.x; i < 256; i += 128) {
     k_words[i] = pack<T>(k_table[2 * i], k_table[2 * i + 1]);
     v_words[i] = pack<T>(v_table[2 * i], v_table[2 * i + 1]);
+  }
+  const float* angles = rope;
+  const float* channels = rope + 64;
+  if (CENTRE) {
+    for (int i = threadIdx.x; i < 8 * 32; i += 128) {
+      const int lane_of = i % 32, pair_of = lane_of % 4 * 16 + i / 32 * 2;
+      float both[4] = {0, 0, 0, 0};
+      if (lane_of / 4 < G)
+        for (int p = 0; p < 2; p++) {
+          const T* own = q + ((int64_t)(row * H + head) * G + lane_of / 4) * 128;
+          const float x = float(own[int(channels[pair_of + p])]), y = float(own[int(channels[64 + pair_of + p])]);
+          const float m = centre[head * 128 + pair_of + p], n = centre[head * 128 + 64 + pair_of + p];
+          both[2 * p] = x * m + y * n;
+          both[2 * p + 1] = y * m - x * n;
+        }
+      pair_factors[i / 32][lane_of] = make_float4(both[0], both[1], both[2], both[3]);
+      const int token = i / 128 * 8 + lane_of / 4;
+      const float* from = rope + 192 + (token * 64 + lane_of % 4 * 16 + i / 32 % 4 * 4) * 2;
+      steps[i / 32][lane_of] = make_uint4(
+          pack<T>(from[0], from[1]), pack<T>(from[2], from[3]), pack<T>(from[4], from[5]), pack<T>(from[6], from[7]));
+    }
   }
   float* space = &shared_acc[0][0][0];
   for (int i = threadIdx.x; i < G * 128; i += 128)
@@ -245,9 +287,38 @@ SOURCE += (
 
     if (NEW && query < start + 16) {
       const int64_t own = slot + query - start;
-      store<KBITS, KAFFINE>(new_k + (int64_t)(row * H + head) * 128, signs, k_levels, keys, own);
-      store<VBITS, VAFFINE>(new_v + (int64_t)(row * H + head) * 128, signs, v_levels, values, own);
+      if (CENTRE) {
+        for (int p = lane; p < 64; p += 32) {
+          float sine, cosine;
+          sincosf(query * angles[p], &sine, &cosine);
+          const float m = centre[head * 128 + p], n = centre[head * 128 + 64 + p];
+          own_centre[int(channels[p])] = query ? m * cosine - n * sine : 0.0f;
+          own_centre[int(channels[64 + p])] = query ? m * sine + n * cosine : 0.0f;
+        }
+        __syncwarp();
+      }
+      const int64_t from = (int64_t)(row * H + head) * 128;
+      store<KBITS, KAFFINE>(new_k + from, CENTRE ? own_centre : nullptr, signs, k_levels, keys, own);
+      store<VBITS, VAFFINE>(new_v + from, nullptr, signs, v_levels, values, own);
       __syncwarp();
+    }
+
+    float centred[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    if (CENTRE) {
+      const uint4* turn = reinterpret_cast<const uint4*>(turns) + (int64_t)start + t * 4;
+      #pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const uint4 angle = __ldg(turn + c);
+        const float4 x = pair_factors[2 * c][lane], y = pair_factors[2 * c + 1][lane];
+        const uint32_t one[4] = {turned(x.x, x.y, angle.x), 0, turned(x.z, x.w, angle.y), 0};
+        const uint32_t two[4] = {turned(y.x, y.y, angle.z), 0, turned(y.z, y.w, angle.w), 0};
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const uint4 step = steps[j * 4 + c][lane];
+          mma<T>(centred[j], one, step.x, step.y);
+          mma<T>(centred[j], two, step.z, step.w);
+        }
+      }
     }
 
     float s[2][4], v_scales[2][2], v_moves[2][2];
@@ -269,7 +340,8 @@ SOURCE += (
       for (int i = 0; i < 4; i++) {
         const int position = start + j * 8 + 2 * t + (i & 1);
         const bool seen = position <= query && (position > query - window || position < keep);
-        const float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
+        float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
+        if (CENTRE && position) score += centred[j][i];
         s[j][i] = seen ? score * factor : none;
       }
     }
@@ -412,11 +484,16 @@ def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     names = ["q", "k", "k_scale", "k_bias", "v", "v_scale", "v_bias", "new_k", "new_v"]
     return mx.fast.cuda_kernel(
         name=f"onekv_encoded_{kernel_name(dtype, constants)}",
-        input_names=[*names, "blocks", "lengths", "counters", "sinks", "constants"],
+        input_names=[*names, "blocks", "lengths", "counters", "sinks", "constants", "centre", "rope", "turns"],
         output_names=["out", "scratch"],
         header=HEADER + define(dtype, constants) + HELPERS,
         source=SOURCE,
     )
+
+
+def most_queries(stored: KVLayer) -> int:
+    """How many query heads may share a KV head: rows of a tile, and with centres what fits shared memory."""
+    return 16 if stored.centre is None else 8
 
 
 def supported(stored: KVLayer, block_size: int) -> bool:
@@ -451,6 +528,25 @@ def _table(codec: Codec) -> "np.ndarray[Any, Any]":
     return np.stack([octets % 16 - 8, octets // 16 - 8], axis=-1).reshape(-1)
 
 
+@cache
+def _paired(centre: Centre) -> mx.array:
+    """The mean of each head: the first channels of all pairs, then the second ones."""
+    mean = mx.array(np.array(centre.mean)[:, np.concatenate(centre.rope.all_pairs(DIM))])
+    mx.eval(mean)
+    return mean
+
+
+@cache
+def _rope(rope: Rope) -> mx.array:
+    """Angles, channels of pairs, and cosines and sines of all pairs 0 to 15 positions on."""
+    angles = rope.angles(DIM)
+    turned = np.arange(16)[:, None] * angles
+    steps = np.stack([np.cos(turned), np.sin(turned)], axis=-1).reshape(-1)
+    numbers = mx.array(np.concatenate([angles, *rope.all_pairs(DIM), steps]).astype(np.float32))
+    mx.eval(numbers)
+    return numbers
+
+
 def encoded_decode(
     queries: mx.array,
     arrays: LayerArrays,
@@ -461,8 +557,12 @@ def encoded_decode(
     reach: tuple[int, int],
     scale: float,
     sinks: mx.array | None,
+    turns: mx.array | None = None,
 ) -> mx.array:
-    """Like `cuda.cuda_decode`, over encoded keys and values; `new` ones are encoded and stored."""
+    """Like `cuda.cuda_decode`, over encoded keys and values; `new` ones are encoded and stored.
+
+    A centred layer needs the `turns.starts` of all positions.
+    """
     keys, values = stored.keys, stored.values
     assert isinstance(keys, Affine | Turbo) and isinstance(values, Affine | Turbo)
     heads, slots = arrays.all[0].shape[:2]
@@ -482,11 +582,17 @@ def encoded_decode(
             ("SCALE", float(scale)),
             ("NEW", new is not None),
             ("SINKS", sinks is not None),
+            ("CENTRE", stored.centre is not None),
         ),
     )
     new_k, new_v = new if new is not None else (queries, queries)
     counters = zero_counters(rows * heads)
     k, v = arrays.keys, arrays.values
+    numbers = _constants(keys, values)
+    centred = (numbers, numbers, numbers)
+    if stored.centre is not None:
+        assert turns is not None
+        centred = (_paired(stored.centre), _rope(stored.centre.rope), turns)
     out: mx.array = kernel(
         inputs=[
             queries.astype(stored.dtype),
@@ -499,7 +605,8 @@ def encoded_decode(
             lengths,
             counters,
             counters if sinks is None else sinks,
-            _constants(keys, values),
+            numbers,
+            *centred,
         ],
         grid=(splits * THREADS, heads, rows),
         threadgroup=(THREADS, 1, 1),

@@ -12,8 +12,9 @@ step included: so the result does not depend on how a prompt is cut, or on what 
 import mlx.core as mx
 
 from .attention import chunk_attention
-from .cuda_encoded import encoded_decode, supported
+from .cuda_encoded import encoded_decode, most_queries, supported
 from .formats.attention import attend
+from .formats.centre import Centre
 from .hook import Mask, stock_attention
 from .layers import ChunkedLayer, PagedLayer, StepHolder, gather, write
 from .layout import KVLayer
@@ -28,6 +29,8 @@ class EncodedLayer(PagedLayer):
     def _write(self) -> None:
         if self._unwritten is not None:
             arrays, (keys, values) = self._arrays, self._unwritten
+            if (centre := self._stored.centre) is not None:
+                keys = keys - centre.rows(self._step.offset, len(keys), keys.shape[2])
             parts = (*self._stored.keys.encode(keys), *self._stored.values.encode(values))
             for index, part in enumerate(parts):
                 arrays.all[index] = write(self._step, arrays.all[index], part)
@@ -54,9 +57,32 @@ class EncodedLayer(PagedLayer):
     def _decoded(self) -> tuple[mx.array, mx.array]:
         """What the step reads, in the rotated basis; lazy."""
         stored, arrays = self._stored, self._arrays
-        keys = [self._read(part) for part in arrays.keys]
-        values = [self._read(part) for part in arrays.values]
-        return stored.keys.decode(keys, stored.dtype), stored.values.decode(values, stored.dtype)
+        keys = stored.keys.decode([self._read(part) for part in arrays.keys], stored.dtype)
+        if stored.centre is not None:
+            keys = keys + stored.keys.rotate(self._centres(stored.centre)).astype(stored.dtype)
+        return keys, stored.values.decode([self._read(part) for part in arrays.values], stored.dtype)
+
+    def _centres(self, centre: Centre) -> mx.array:
+        """What was taken off the keys that the step reads, [rows, heads, tokens, dim]; lazy."""
+        step, (heads, dim) = self._step, centre.mean.shape
+        if step.run is not None:
+            return centre.rows(step.first, 1, step.run[1] - step.run[0])
+        rows, blocks = step.grid.base.shape
+        turned = centre.rows(step.grid.base.reshape(-1), rows * blocks, step.block_size)
+        turned = turned.reshape(rows, blocks, heads, step.block_size, dim).swapaxes(1, 2)
+        turned = turned.reshape(rows, heads, -1, dim)
+        return turned[:, :, step.cut] if rows == 1 else turned
+
+    def _centre_scores(self, queries: mx.array, scale: float) -> mx.array | None:
+        """What centres add to the scores of one query token per row, over all slots: [rows, query heads, slots]."""
+        centre, step = self._stored.centre, self._step
+        if centre is None:
+            return None
+        rows, query_heads, _, dim = queries.shape
+        heads = self._stored.heads
+        grouped = queries.astype(mx.float32).reshape(rows, heads, query_heads // heads, dim)
+        factors = centre.factors(grouped * scale).reshape(rows, query_heads, dim)
+        return factors @ self._holder.turns.table(step, centre.rope, dim).swapaxes(1, 2)
 
     def attend(
         self,
@@ -71,11 +97,14 @@ class EncodedLayer(PagedLayer):
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
         reach = step.reach(mask) if self._kernels and step.count == 1 and step.owns(mask) else None
-        if reach is not None and queries.shape[1] <= 16 * self._stored.heads:
+        if reach is not None and queries.shape[1] <= most_queries(self._stored) * self._stored.heads:
             self.attended = True
             new, self._unwritten = self._unwritten, None
+            stored, turns = self._stored, None
+            if stored.centre is not None:
+                turns = self._holder.turns.starts(stored.centre.rope, stored.k_dim, max(step.lengths) + 1)
             return encoded_decode(
-                queries, self._arrays, self._stored, new, step.grid, step.positions, reach, scale, sinks
+                queries, self._arrays, stored, new, step.grid, step.positions, reach, scale, sinks, turns
             )
         self._write()
         if step.count > 1 or step.rule.chunk is not None or not step.owns(mask):
@@ -103,7 +132,10 @@ class EncodedLayer(PagedLayer):
         step, stored, arrays = self._step, self._stored, self._arrays
         keys = stored.keys.decode([gather(step, part, cut=False) for part in arrays.keys], stored.dtype)
         values = stored.values.decode([gather(step, part, cut=False) for part in arrays.values], stored.dtype)
-        bias = step.row_bias(mask)[:, None, None].astype(stored.dtype)
+        bias = step.row_bias(mask)[:, None, None]
+        if (added := self._centre_scores(queries, scale)) is not None:
+            bias = bias + added[:, :, None]
+        bias = bias.astype(stored.dtype)
         rotated = stored.keys.rotate(queries)
         out = stock_attention(rotated, keys, values, None, scale=scale, mask=bias, sinks=sinks)
         return stored.values.unrotate(out)
@@ -114,13 +146,19 @@ class EncodedLayer(PagedLayer):
         rows, query_heads = queries.shape[:2]
         heads = stored.heads
         grouped = queries.reshape(rows * heads, query_heads // heads, -1)
-        bias = None
+        bias = self._centre_scores(queries, scale)
+        if bias is not None:
+            bias = bias.reshape(rows * heads, -1, bias.shape[2])
         if step.run is not None and mask is None:
             start, end = step.run
             keys, values = ([part[:, start:end] for part in parts] for parts in (arrays.keys, arrays.values))
+            if bias is not None:
+                skipped = step.first - step.grid.start
+                bias = bias[..., skipped : skipped + end - start]
         else:
             keys, values = ([self._slots(part) for part in parts] for parts in (arrays.keys, arrays.values))
-            bias = mx.repeat(step.row_bias(mask), heads, axis=0)[:, None]
+            unseen = mx.repeat(step.row_bias(mask), heads, axis=0)[:, None]
+            bias = unseen if bias is None else bias + unseen
         if sinks is not None:
             sinks = mx.tile(sinks.reshape(heads, -1, 1), (rows, 1, 1))
         out = attend(grouped, stored.keys, keys, stored.values, values, scale, bias, sinks)

@@ -14,13 +14,15 @@ from .layout import KVLayer
 from .pairs import Grid
 from .pool import LayerArrays
 from .step import GroupStep, Step
+from .turns import Turns
 
 
 class StepHolder:
-    """Where all layers of one model find the current step."""
+    """Where all layers of one model find the current step, and what they share."""
 
     def __init__(self) -> None:
         self.step: Step | None = None
+        self.turns = Turns()
 
 
 class PagedLayer(Attends):

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 from ..errors import SettingError, UnsupportedLayerError
 from . import hook
 from .formats import PLAIN, Codec, KVFormat
+from .formats.centre import Centre
 
 # mlx-lm keeps this many first tokens in a cache that is cut by `max_kv_size`.
 KEEP = 4
@@ -59,7 +60,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Keys and values of one layer, per token. `dtype` is the model's own; `format` is how they are stored."""
+    """Keys and values of one layer, per token. `dtype` is the model's own; `format` is how they are stored.
+
+    `centre`, if there is one, is taken off the keys before they are encoded.
+    """
 
     name: str
     heads: int
@@ -67,6 +71,11 @@ class KVLayer:
     v_dim: int
     dtype: mx.Dtype
     format: KVFormat = PLAIN
+    centre: Centre | None = None
+
+    @property
+    def wants_centre(self) -> bool:
+        return self.heads > 0 and self.k_dim > 0 and self.format.centred
 
     @property
     def keys(self) -> Codec:
@@ -75,6 +84,12 @@ class KVLayer:
     @property
     def values(self) -> Codec:
         return self.format.values(self.v_dim, self.dtype)
+
+    @property
+    def codecs(self) -> str:
+        """Names what decides the bytes of a stored token."""
+        centre = f"-{self.centre.name}" if self.centre is not None else ""
+        return f"{self.keys.name}{centre}/{self.values.name}"
 
     @property
     def token_bytes(self) -> int:
@@ -136,8 +151,7 @@ class Layout:
     @property
     def codecs(self) -> str:
         """Names everything that decides what a stored token's bytes are."""
-        layers = [layer for group in self.groups for layer in group.layers]
-        return " ".join(f"{layer.keys.name}/{layer.values.name}" for layer in layers)
+        return " ".join(layer.codecs for group in self.groups for layer in group.layers)
 
     def build(self, make: Callable[[Leaf], Any]) -> list[Any]:
         """The list of caches the model expects, each leaf made by `make`."""

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .formats.centre import Rope
 from .table import Table
 
 # A position no query reads: beyond all of them.
@@ -39,6 +40,7 @@ class Grid:
             self._base[row, : len(indices)] = np.array(indices) * self.block_size
         self._matrices: dict[int, Matrices] = {}
         self._splits: dict[tuple[int, tuple[int, int]], tuple[mx.array, int]] = {}
+        self._turns: dict[tuple[Rope, int], mx.array] = {}
 
     @cached_property
     def ids(self) -> mx.array:
@@ -53,6 +55,11 @@ class Grid:
         """Slots of a row."""
         return self._ids.shape[1] * self.block_size
 
+    @property
+    def start(self) -> int:
+        """The position of the first row's first slot."""
+        return int(self._base[0, 0])
+
     def positions(self, row: int) -> Integers:
         """The position of each slot of one row."""
         positions: Integers = (self._base[row][:, None] + np.arange(self.block_size)).reshape(-1)
@@ -62,6 +69,13 @@ class Grid:
     def all_positions(self) -> mx.array:
         """The position of each slot of all rows, [rows, slots]; lazy."""
         return (self.base[..., None] + mx.arange(self.block_size)).reshape(len(self._ids), -1)
+
+    def turns(self, rope: Rope, dim: int) -> mx.array:
+        """`Rope.table` of all slots, [rows, slots, dim]; lazy."""
+        if (rope, dim) not in self._turns:
+            table = rope.table(dim, self.base.reshape(-1), self._ids.size, self.block_size)
+            self._turns[rope, dim] = table.reshape(len(self._ids), -1, dim)
+        return self._turns[rope, dim]
 
     @property
     def ragged(self) -> bool:

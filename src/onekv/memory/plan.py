@@ -7,7 +7,7 @@ blocks always mean longer or more conversations.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +18,12 @@ from mlx.utils import tree_flatten
 from ..config import Settings
 from ..errors import MemoryBudgetError
 from ..units import format_size, parse_size
+from .calibration import centred
 from .formats import parse
+from .formats.centre import centre_bytes
 from .layout import Group, Layout, encoded, read_layout
 from .table import blocks_needed
+from .turns import UNIT
 
 # For the interpreter, the tokenizer, MLX's kernels and what else the process holds.
 MARGIN = 256 * 2**20
@@ -170,7 +173,7 @@ def workspace_bytes(
     max_batch: int,
     chunk: int,
 ) -> int:
-    """What a step needs beside weights and pool: activations, attention scores, logits, one gathered layer."""
+    """What a step needs beside weights and pool: activations, attention scores, logits, one gathered layer, centres."""
     shapes = [array.shape for array in _weights(model) if array.ndim >= 2]
     width = max((shape[-2] for shape in shapes if shape[-2] != layout.vocabulary), default=1)
     activations = chunk * width * 4 * 8
@@ -182,7 +185,18 @@ def workspace_bytes(
         ),
         default=0,
     )
-    return activations + logits + gathered + SCORES
+    return activations + logits + gathered + _centres(layout, blocks, block_size) + SCORES
+
+
+def _centres(layout: Layout, blocks: tuple[int, ...], block_size: int) -> int:
+    """Centres of keys, their table of all positions, and what is added to one gathered layer."""
+    total = most = 0
+    for group, count in zip(layout.groups, blocks, strict=True):
+        layers = [layer for layer in group.layers if layer.wants_centre]
+        total += sum(centre_bytes(layer.heads, layer.k_dim) for layer in layers)
+        rows = [(layer.heads * 2 + 1) * layer.k_dim * 4 for layer in layers]
+        most = max(most, max(rows, default=0) * (count * block_size + UNIT))
+    return total + most
 
 
 def chunk_tokens(layout: Layout, length: int, chunk: int) -> int:
@@ -255,9 +269,13 @@ def _cap(group: Group, blocks: int, block_size: int, least: int) -> int:
     return rounded if rounded >= max(16 * unit, least) else blocks
 
 
-def make_plan(model: Module, settings: Settings, context: int | None) -> Plan:
-    """The plan for `model`; `context` is the longest conversation it is made for, if that is known."""
+def make_plan(model: Module, settings: Settings, context: int | None, calibration: Sequence[int] = ()) -> Plan:
+    """The plan for `model`; `context` is the longest conversation it is made for, if that is known.
+
+    With tokens for `calibration`, the model is run on them where the format of its keys wants their centres.
+    """
     layout = encoded(read_layout(model, settings.max_kv_size), parse(settings.kv_format), settings.kv_plain_layers)
+    layout = centred(layout, model, calibration)
     device = read_device()
     weights = weight_bytes(model)
     chunk = settings.prefill_chunk or (2048 if mx.default_device() == mx.gpu else 512)

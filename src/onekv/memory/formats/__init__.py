@@ -25,7 +25,8 @@ AUTO = "auto"
 # Name -> bits per number.
 _AFFINE = {"q8": 8, "q4": 4}
 _TURBO = {"tq4": 4, "tq3": 3, "tq2": 2}
-NAMES = (AUTO, *_AFFINE, *_TURBO)
+_BITS = {**_AFFINE, **_TURBO}
+NAMES = (AUTO, *_BITS)
 _PAIR = re.compile(r"k([a-z]*\d?)v([a-z]*\d?)")
 
 
@@ -48,8 +49,13 @@ class KVFormat:
         return self.key == self.value == AUTO
 
     @property
+    def centred(self) -> bool:
+        """Whether the centre of keys is to be taken off: with 8 bits there is nothing to gain."""
+        return _BITS.get(self.key, 16) <= 4
+
+    @property
     def warning(self) -> str | None:
-        bits = _TURBO.get(self.key, 16)
+        bits = _BITS.get(self.key, 16)
         if bits >= 4:
             return None
         return (
