@@ -40,8 +40,8 @@ def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
     if not wanted or len(tokens) < 2:
         return layout
     found = _Watch(wanted)
-    with found.watching():
-        model(mx.array(list(tokens))[None], cache=_watched(layout, model, found))
+    with found.watching(), _watched(layout, model, found) as caches:
+        model(mx.array(list(tokens))[None], cache=caches)
     mx.eval([mean for mean, _ in found.means.values()])
     name = xxhash.xxh3_64_hexdigest(repr(list(tokens)).encode())
 
@@ -99,16 +99,24 @@ def _rope(how: dict[str, Any]) -> Rope:
     )
 
 
-def _watched(layout: Layout, model: Module, found: _Watch) -> list[Any]:
+@contextmanager
+def _watched(layout: Layout, model: Module, found: _Watch) -> Iterator[list[Any]]:
     """mlx-lm's caches for `model`, which tell `found` what they store."""
     caches = stock_caches(model)
+    telling: list[Any] = []
     for entry, cache in zip(layout.structure, caches, strict=True):
         leaves = entry if isinstance(entry, tuple) else (entry,)
         parts = cache.caches if isinstance(entry, tuple) else (cache,)
         for leaf, part in zip(leaves, parts, strict=True):
             if leaf.group >= 0:
                 part.update_and_fetch = _telling(part.update_and_fetch, leaf, found)
-    return caches
+                telling.append(part)
+    try:
+        yield caches
+    finally:
+        # A cache that refers to itself would live until the next collection.
+        for part in telling:
+            del part.update_and_fetch
 
 
 def _telling(update: Callable[..., Any], leaf: Leaf, found: _Watch) -> Callable[..., Any]:
