@@ -1,8 +1,11 @@
 """Decode speed of every KV format beside plain KV, on one model object, in one process.
 
-Each format has an engine with a pool of its own, all with the same prompt stored, and they take turns: a round is N
-tokens of every format, plain first. A ratio is of a format's speed to plain's in the same round; medians over rounds,
-the first of which warms up. Memory for all pools must be there at once.
+Each format has an engine with a pool of its own, all with a context of the same length stored, and they take turns: a
+round is N tokens of every format, plain first. A ratio is of a format's speed to plain's in the same round; medians
+over rounds, the first of which warms up. Memory for all pools must be there at once.
+
+The first `PROMPT` tokens of the context are read by the model, and timed; the keys and values of the rest are random
+numbers, encoded and stored like all others: decoding takes as long, and a long context is there in seconds.
 """
 
 import argparse
@@ -14,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
 from ..config import Settings
-from ..engine import Engine, Request
+from ..engine import Engine
 from ..memory.formats import NAMES
 from ..memory.plan import make_plan
 from ..report import table
@@ -27,6 +31,8 @@ from .decode import about, bench_model
 from .quality import asked
 
 FORMATS = (*NAMES, "k8v4")
+# Tokens that the model reads, and how many it reads at a time.
+PROMPT, CHUNK = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def measure(model: Module, names: list[str], context: int, tokens: int, rounds: 
             context,
             side.token_bytes,
             side.token_bytes * context,
-            context / side.prefill_seconds,
+            side.prefill_tokens_per_s,
             tokens / median(side.seconds),
             median(plain / own for plain, own in zip(sides[0].seconds, side.seconds, strict=True)),
         )
@@ -76,9 +82,9 @@ def measure(model: Module, names: list[str], context: int, tokens: int, rounds: 
 
 class _Side:
     def __init__(self, model: Module, name: str, context: int, tokens: int) -> None:
-        """Stores the prompt; `tokens` can be decoded after it."""
-        self.name = name
-        common: dict[str, Any] = {"kv_format": name, "max_batch": 1, "prefix_cache": False}
+        """Stores the context; `tokens` can be decoded after it."""
+        self.name, self._model = name, model
+        common: dict[str, Any] = {"kv_format": name, "max_batch": 1, "prefix_cache": False, "prefill_chunk": CHUNK}
         probe = make_plan(model, Settings(kv_memory="1GiB", **common), None)
         self.token_bytes = sum(group.token_bytes for group in probe.layout.groups)
         # Rounded up as the plan rounds down.
@@ -86,25 +92,46 @@ class _Side:
         settings = Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common)
         # Any tokens: the time does not depend on what is found.
         plan = make_plan(model, settings, None, range(1, 65))
-        self._engine = Engine(model, plan, set(), prefix_cache=False)
-        prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, context).tolist()
-        self._request = Request(prompt, tokens)
+        self._memory = Engine(model, plan, set(), prefix_cache=False).memory
+        self._sequence = self._memory.open(context + tokens)
         self.seconds: list[float] = []
         print(f"storing {context} tokens in {name} ...", file=sys.stderr, flush=True)
+        prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, min(context, PROMPT))
         begin = time.perf_counter()
-        self._engine.submit(self._request)
-        self._until(1)
-        self.prefill_seconds = time.perf_counter() - begin
+        for start in range(0, len(prompt), CHUNK):
+            self._token = self._step(mx.array(prompt[None, start : start + CHUNK]))
+        self.prefill_tokens_per_s = len(prompt) / (time.perf_counter() - begin)
+        for start in range(len(prompt), context, CHUNK):
+            self._fill(min(CHUNK, context - start))
+        self._sequence.prefilled()
 
     def decode(self, tokens: int, timed: bool) -> None:
         begin = time.perf_counter()
-        self._until(len(self._request.tokens) + tokens)
+        for _ in range(tokens):
+            self._token = self._step(self._token)
         if timed:
             self.seconds.append(time.perf_counter() - begin)
 
-    def _until(self, tokens: int) -> None:
-        while len(self._request.tokens) < tokens:
-            self._engine.step()
+    def _step(self, tokens: mx.array) -> mx.array:
+        """Store `tokens` [1, count]; the next one, [1, 1]."""
+        with self._memory.step([self._sequence], tokens.shape[1]) as caches:
+            following: mx.array = self._model(tokens, cache=caches)[:, -1:].argmax(axis=-1)
+        mx.eval(following, self._memory.arrays())
+        return following
+
+    def _fill(self, count: int) -> None:
+        """Store `count` tokens of random keys and values."""
+        layout = self._memory.layout
+        with self._memory.step([self._sequence], count) as caches:
+            for entry, cache in zip(layout.structure, caches, strict=True):
+                leaves = entry if isinstance(entry, tuple) else (entry,)
+                parts = cache.caches if isinstance(entry, tuple) else (cache,)
+                for leaf, part in zip(leaves, parts, strict=True):
+                    layer = layout.groups[leaf.group].layers[leaf.layer] if leaf.group >= 0 else None
+                    if layer is not None and layer.heads:
+                        shapes = [(1, layer.heads, count, dim) for dim in (layer.k_dim, layer.v_dim)]
+                        part.update_and_fetch(*(mx.random.normal(shape, layer.dtype) for shape in shapes))
+        mx.eval(self._memory.arrays())
 
 
 def _format(results: list[Result]) -> str:
