@@ -9,8 +9,6 @@ step included: so the result does not depend on how a prompt is cut, or on what 
     else      a model with an attention of its own gets them as it would have stored them
 """
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from .attention import chunk_attention
@@ -75,20 +73,16 @@ class EncodedLayer(PagedLayer):
         turned = turned.reshape(rows, heads, -1, dim)
         return turned[:, :, step.cut] if rows == 1 else turned
 
-    def _centre_scores(self, queries: mx.array, scale: float, first: int = 0) -> Callable[[slice], mx.array] | None:
-        """What centres add to the scores of one query token per row, [rows * heads, G, tokens], for some tokens.
-
-        Tokens are counted from slot `first` of the step's blocks.
-        """
-        centre, heads = self._stored.centre, self._stored.heads
+    def _centre_scores(self, queries: mx.array, scale: float) -> mx.array | None:
+        """What centres add to the scores of one query token per row, over all slots: [rows, query heads, slots]."""
+        centre, step = self._stored.centre, self._step
         if centre is None:
             return None
         rows, query_heads, _, dim = queries.shape
+        heads = self._stored.heads
         grouped = queries.astype(mx.float32).reshape(rows, heads, query_heads // heads, dim)
         factors = centre.factors(grouped * scale).reshape(rows, query_heads, dim)
-        table = self._holder.turns.table(self._step, centre.rope, dim)[:, first:]
-        shape = (rows * heads, query_heads // heads, -1)
-        return lambda tokens: (factors @ table[:, tokens].swapaxes(1, 2)).reshape(shape)
+        return factors @ self._holder.turns.table(step, centre.rope, dim).swapaxes(1, 2)
 
     def attend(
         self,
@@ -140,7 +134,7 @@ class EncodedLayer(PagedLayer):
         values = stored.values.decode([gather(step, part, cut=False) for part in arrays.values], stored.dtype)
         bias = step.row_bias(mask)[:, None, None]
         if (added := self._centre_scores(queries, scale)) is not None:
-            bias = bias + added(slice(None)).reshape(*queries.shape[:3], -1)
+            bias = bias + added[:, :, None]
         bias = bias.astype(stored.dtype)
         rotated = stored.keys.rotate(queries)
         out = stock_attention(rotated, keys, values, None, scale=scale, mask=bias, sinks=sinks)
@@ -152,18 +146,22 @@ class EncodedLayer(PagedLayer):
         rows, query_heads = queries.shape[:2]
         heads = stored.heads
         grouped = queries.reshape(rows * heads, query_heads // heads, -1)
-        bias, first = None, 0
+        bias = self._centre_scores(queries, scale)
+        if bias is not None:
+            bias = bias.reshape(rows * heads, -1, bias.shape[2])
         if step.run is not None and mask is None:
             start, end = step.run
             keys, values = ([part[:, start:end] for part in parts] for parts in (arrays.keys, arrays.values))
-            first = step.first - step.grid.start
+            if bias is not None:
+                skipped = step.first - step.grid.start
+                bias = bias[..., skipped : skipped + end - start]
         else:
             keys, values = ([self._slots(part) for part in parts] for parts in (arrays.keys, arrays.values))
-            bias = mx.repeat(step.row_bias(mask), heads, axis=0)[:, None]
+            unseen = mx.repeat(step.row_bias(mask), heads, axis=0)[:, None]
+            bias = unseen if bias is None else bias + unseen
         if sinks is not None:
             sinks = mx.tile(sinks.reshape(heads, -1, 1), (rows, 1, 1))
-        centres = self._centre_scores(queries, scale, first)
-        out = attend(grouped, stored.keys, keys, stored.values, values, scale, bias, sinks, centres)
+        out = attend(grouped, stored.keys, keys, stored.values, values, scale, bias, sinks)
         return out.astype(queries.dtype).reshape(rows, query_heads, 1, -1)
 
     def _slots(self, array: mx.array) -> mx.array:

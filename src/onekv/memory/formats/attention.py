@@ -17,7 +17,7 @@ largest score and the sums are common to all.
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, reduce
 
 import mlx.core as mx
@@ -43,13 +43,12 @@ def attend(
     scale: float,
     bias: mx.array | None = None,
     sinks: mx.array | None = None,
-    more: Callable[[slice], mx.array] | None = None,
 ) -> mx.array:
     """Attention of `queries` [heads, G, dim] over encoded tokens, parts [heads, tokens, width]; in float32.
 
-    `bias` [..., tokens] is added to the scores, and what `more` gives for some of the tokens, in the stream that reads
-    them; `sinks` are scores of nothing. All must broadcast to [heads, G, tokens]. Queries come in, and outputs go out,
-    in the model's basis. For a batch, heads are those of all its rows.
+    `bias` [..., tokens] is added to the scores, `sinks` are scores of nothing; both must broadcast to
+    [heads, G, tokens]. Queries come in, and outputs go out, in the model's basis. For a batch, heads are those of all
+    its rows.
     """
     base = math.log2(math.e) if mx.default_device() == mx.cpu else 1.0
     rotated = keys.rotate(queries.astype(mx.float32)) * (scale * base)
@@ -58,9 +57,7 @@ def attend(
     for stream, piece in pieces:
         with mx.stream(stream):
             found = _scores(rotated, keys, [part[:, piece] for part in key_parts])
-            for added in (bias[..., piece] if bias is not None else None, more(piece) if more is not None else None):
-                found = found if added is None else found + added * base
-            scores.append(found)
+            scores.append(found if bias is None else found + bias[..., piece] * base)
     tops = [piece.max(axis=-1, keepdims=True) for piece in scores]
     if sinks is not None:
         sinks = sinks.astype(mx.float32) * base
