@@ -1,7 +1,5 @@
 """Attention over encoded rows equals attention over the same rows decoded, and never has them all in plain form."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -45,12 +43,8 @@ def test_equals_attention_over_decoded_rows(
     assert np.abs(np.array(found) - expected(name, queries, keys, values, 0.3)).max() < 2e-5
 
 
-@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("name", ["auto", "q4", "tq3"])
-def test_rows_of_a_batch_with_bias_and_sinks(name: str, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PIECE", 16)
-    monkeypatch.setattr(attention, "_cores", lambda: streams)
-    assert len(attention._pieces(50)) == streams
+def test_rows_of_a_batch_with_bias_and_sinks(name: str) -> None:
     queries, keys, values = draw(8, 3, 64), draw(8, 50, 64), draw(8, 50, 64)
     lengths = mx.array([50, 50, 1, 1, 17, 17, 33, 33]).reshape(8, 1, 1)
     bias = mx.where(mx.arange(50) < lengths, 0.0, -mx.inf)
@@ -58,21 +52,6 @@ def test_rows_of_a_batch_with_bias_and_sinks(name: str, streams: int, monkeypatc
     found = attend(name, queries, keys, values, 0.125, bias=bias, sinks=sinks)
     want = expected(name, queries, keys, values, 0.125, bias, sinks)
     assert np.abs(np.array(found) - want).max() < 2e-5
-
-
-def test_every_thread_can_attend_with_several_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "PIECE", 16)
-    monkeypatch.setattr(attention, "_cores", lambda: 2)
-    queries, keys = draw(2, 3, 64), draw(2, 100, 64)
-
-    def run(_: int) -> mx.array:
-        out = attend("tq4", queries, keys, keys, 0.3)
-        mx.eval(out)
-        return out
-
-    wanted = run(0)
-    with ThreadPoolExecutor(3) as threads:
-        assert all(mx.array_equal(out, wanted) for out in threads.map(run, range(9)))
 
 
 @pytest.mark.parametrize("name", ["q8", "q4", "tq4", "tq3", "tq2"])

@@ -8,29 +8,19 @@
 G query heads share one KV head. A tile of one head lies in one piece in the pool, so it is read without being copied.
 The factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
 `mx.depends` makes each wait for the one before it. As in `memory.attention`, on CPU the weights are powers of 2.
-
-On CPU, reading codes takes longer than multiplying them, and MLX does it in the one thread of a stream. So where there
-are many tokens they are cut into as many pieces as there are cores, each of which has a stream of its own; only the
-largest score and the sums are common to all.
 """
 
 import math
-import os
-import threading
 from collections.abc import Iterator, Sequence
-from functools import cache, reduce
 
 import mlx.core as mx
 
 from .base import Codec
 
 # Keys or values of so many bytes, in float32, are one tile.
-TILE_BYTES = 2**19
+TILE_BYTES = 2**20
 # Queries per KV head.
 FEW = 8
-# Tokens that are worth a stream of their own, and the most streams: beyond, memory is what is waited for.
-PIECE = 512
-STREAMS = 4
 Parts = Sequence[mx.array]
 
 
@@ -46,60 +36,22 @@ def attend(
 ) -> mx.array:
     """Attention of `queries` [heads, G, dim] over encoded tokens, parts [heads, tokens, width]; in float32.
 
-    `bias` [..., tokens] is added to the scores, `sinks` are scores of nothing; both must broadcast to
-    [heads, G, tokens]. Queries come in, and outputs go out, in the model's basis. For a batch, heads are those of all
-    its rows.
+    `bias` is added to the scores, `sinks` are scores of nothing; both must broadcast to [heads, G, tokens]. Queries
+    come in, and outputs go out, in the model's basis. For a batch, heads are those of all its rows.
     """
     base = math.log2(math.e) if mx.default_device() == mx.cpu else 1.0
-    rotated = keys.rotate(queries.astype(mx.float32)) * (scale * base)
-    pieces = _pieces(key_parts[0].shape[1])
-    scores: list[mx.array] = []
-    for stream, piece in pieces:
-        with mx.stream(stream):
-            found = _scores(rotated, keys, [part[:, piece] for part in key_parts])
-            scores.append(found if bias is None else found + bias[..., piece] * base)
-    tops = [piece.max(axis=-1, keepdims=True) for piece in scores]
+    scores = _scores(keys.rotate(queries.astype(mx.float32)) * (scale * base), keys, key_parts)
+    if bias is not None:
+        scores = scores + bias * base
+    top = scores.max(axis=-1, keepdims=True)
     if sinks is not None:
         sinks = sinks.astype(mx.float32) * base
-        tops.append(sinks)
-    top = reduce(mx.maximum, tops)
-    sums, totals = [], [_power(sinks - top)] if sinks is not None else []
-    for (stream, piece), found in zip(pieces, scores, strict=True):
-        with mx.stream(stream):
-            weights = _power(found - top)
-            totals.append(weights.sum(axis=-1, keepdims=True))
-            sums.append(_weighted_sum(weights, values, [part[:, piece] for part in value_parts]))
-    return values.unrotate(sum(sums[1:], sums[0]) / sum(totals[1:], totals[0]))
-
-
-def _pieces(tokens: int) -> list[tuple[mx.Stream, slice]]:
-    """Which tokens are read in which stream."""
-    count = 1
-    if mx.default_device() == mx.cpu:
-        count = max(1, min(_cores(), STREAMS, tokens // PIECE))
-    step = -(-tokens // count)
-    return [(_stream(i), slice(i * step, min(tokens, (i + 1) * step))) for i in range(count)]
-
-
-class _More(threading.local):
-    """Streams beside the default one: MLX knows a stream in the thread that made it alone."""
-
-    def __init__(self) -> None:
-        self.streams: list[mx.Stream] = []
-
-
-_more = _More()
-
-
-def _stream(index: int) -> mx.Stream:
-    while len(_more.streams) < index:
-        _more.streams.append(mx.new_stream(mx.cpu))
-    return _more.streams[index - 1] if index else mx.default_stream(mx.default_device())
-
-
-@cache
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        top = mx.maximum(top, sinks)
+    weights = _power(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + _power(sinks - top)
+    return values.unrotate(_weighted_sum(weights, values, value_parts) / total)
 
 
 def _scores(queries: mx.array, codec: Codec, parts: Parts) -> mx.array:
