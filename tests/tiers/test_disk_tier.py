@@ -30,7 +30,7 @@ from disk_parts import (
 from onekv.errors import SettingError
 from onekv.tiers.base import STATES, Target
 from onekv.tiers.folder import Folder
-from onekv.tiers.index import DiskIndex, Name, Row, Use
+from onekv.tiers.index import DiskIndex, Name, NewRow, Row, Use
 
 SIZE = image().size
 
@@ -128,14 +128,9 @@ def test_opening_100_000_blocks_opens_no_file_but_the_index(root):
     DiskIndex.create(folder.index)
     index = DiskIndex(folder.index)
     model = index.model("f" * 32, "other", "other", 0.0)
-    db = index._db
-    with db:
-        db.execute("BEGIN")
-        for number in range(100_000):
-            where = address(number)
-            row = Row(Name(model, where.key, 0), where, 3 * MB, b"c" * 16)
-            index.begin(row, False, Use(number, 0.0))
-        db.execute("UPDATE parts SET state = 1")
+    rows = [Row(Name(model, where.key, 0), where, 3 * MB, b"c" * 16) for where in map(address, range(100_000))]
+    index.begin([NewRow(row, False, Use(number, 0.0)) for number, row in enumerate(rows)])
+    index.finish(rows, "today")
     index.close()
     folder.release()
     touched = []

@@ -116,8 +116,9 @@ class DiskTier:
         with self._shared.lock:
             if (key, part) in self._writer.pending:
                 return self._shared.failed is None
-        entry = self.find([key]).get(key)
-        return entry is not None and part in entry.parts
+            if (key, part) in self._shared.damaged:
+                return False
+        return self._question(lambda index: index.ready(Name(self._model, key, part)), False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
         """What the index says; `nothing` if it has failed or is about to be emptied."""
@@ -153,7 +154,7 @@ class DiskTier:
             return False
         filled = False
         try:
-            fill(memoryview(buffer)[image.header_size :])
+            fill(buffer[image.header_size :])
             filled = True
         finally:
             if not filled:
@@ -161,7 +162,7 @@ class DiskTier:
         self._writer.write(address, part, image, buffer)
         return True
 
-    def _take(self, size: int, wait: bool) -> bytearray | None:
+    def _take(self, size: int, wait: bool) -> memoryview | None:
         shared = self._shared
         with shared.lock:
             while not self._closed and shared.failed is None and size <= shared.staging.limit:
@@ -171,7 +172,7 @@ class DiskTier:
                 shared.room.wait()
         return None
 
-    def _give(self, buffer: bytearray) -> None:
+    def _give(self, buffer: memoryview) -> None:
         with self._shared.lock:
             self._shared.staging.give(buffer)
 
@@ -218,7 +219,7 @@ class DiskTier:
         # Asked for first: what is removed while the index answers is in one of the two.
         with self._shared.lock:
             damaged = set(self._shared.damaged)
-        found = self._question(lambda index: index.rows([Name(self._model, *part) for part in parts]), nothing)
+        found = self._question(lambda index: index.rows(self._model, parts), nothing)
         return [None if part in damaged else row for part, row in zip(parts, found, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:
