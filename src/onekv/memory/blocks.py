@@ -8,6 +8,7 @@ engine's thread does nothing else with the pool. Views of the pool do not keep i
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -60,20 +61,79 @@ def read_block(pool: Pool, block: int, out: memoryview) -> None:
     """Copy a block out of the pool."""
     target = np.frombuffer(out, np.uint8)
     start = 0
+    shared = shared_memory()
     for array in pool.arrays():
-        rows = _rows(pool, array)[:, block] if shared_memory() else _bytes(pool.gather(array, block))
-        target[start : start + rows.size] = rows.reshape(-1)
+        rows = _rows(pool, array)[:, block] if shared else _bytes(pool.gather(array, block))
+        target[start : start + rows.size].reshape(rows.shape)[...] = rows
         start += rows.size
 
 
-def block_views(pool: Pool, block: int) -> list[Bytes] | None:
-    """The memory of a block, to be written to before anything else is done with the pool; no step may be in the air.
+class Blocks:
+    """The memory of a pool's blocks, where the host has access to it (`shared_memory`).
 
-    None where the host has no access to it: then use `write_block`.
+    It does not keep the pool's arrays alive: use it between two steps, while nothing else is done with the pool. Arrays
+    of one shape that lie at equal distances are copied in one go: threads that copy do not wait for the interpreter.
     """
-    if not shared_memory():
-        return None
-    return [row for array in pool.arrays() for row in _rows(pool, array)[:, block]]
+
+    def __init__(self, pool: Pool) -> None:
+        self._runs = _runs(pool)
+
+    def write(self, block: int, data: memoryview) -> None:
+        """Copy a block into the pool."""
+        for run in self._runs:
+            run.rows[:, :, block] = run.part_of(data)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Arrays at equal distances, both in memory and in a block's bytes: the first has the bytes from `start` on."""
+
+    # [arrays, heads, blocks, bytes]
+    rows: Bytes
+    start: int
+    distance: int
+
+    def part_of(self, data: memoryview) -> Bytes:
+        """[arrays, heads, bytes] of the bytes of a block."""
+        count, heads, _, size = self.rows.shape
+        part: Bytes = np.ndarray((count, heads, size), np.uint8, data, self.start, (self.distance, size, 1))
+        return part
+
+
+def _runs(pool: Pool) -> list[_Run]:
+    """The arrays of a pool, as few runs: each begins with one of the first layer's arrays, if all layers are alike."""
+    arrays = [_rows(pool, array) for array in pool.arrays()]
+    if not arrays:
+        return []
+    starts = list(accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0))
+    addresses = [array.__array_interface__["data"][0] for array in arrays]
+    period = sum(array.size > 0 for array in pool.layers[0].all)
+    runs = []
+    for first in range(period):
+        numbers = range(first, len(arrays), period)
+        while numbers:
+            some = _alike(numbers, arrays, starts, addresses)
+            i, j = some[0], some[min(1, len(some) - 1)]
+            strides = (addresses[j] - addresses[i], *arrays[i].strides)
+            rows = np.lib.stride_tricks.as_strided(arrays[i], (len(some), *arrays[i].shape), strides)
+            runs.append(_Run(rows, starts[i], starts[j] - starts[i]))
+            numbers = numbers[len(some) :]
+    return runs
+
+
+def _alike(numbers: range, arrays: list[Bytes], starts: list[int], addresses: list[int]) -> range:
+    """The first of `numbers`, as far as their arrays are of one shape and at equal distances."""
+
+    def step(n: int) -> tuple[object, ...]:
+        before, i = numbers[n - 1], numbers[n]
+        return arrays[i].shape, starts[i] - starts[before], addresses[i] - addresses[before]
+
+    if len(numbers) < 2 or arrays[numbers[0]].shape != arrays[numbers[1]].shape:
+        return numbers[:1]
+    count = 2
+    while count < len(numbers) and step(count) == step(1):
+        count += 1
+    return numbers[:count]
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:

@@ -10,6 +10,7 @@ Every trouble with files costs the parts it concerns; trouble with the index, or
 then it has nothing, takes nothing, and says why (`stats().failed`).
 """
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -189,22 +190,24 @@ class DiskTier:
                 if not self._shared.expected[part]:
                     del self._shared.expected[part]
 
-    def read(self, targets: Sequence[Target]) -> list[bool]:
-        started = time.monotonic()
+    def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
+        started = time.perf_counter()
         parts = [(target.key, target.part) for target in targets]
         rows = self._rows(parts)
         there = [(row, target) for row, target in zip(rows, targets, strict=True) if row is not None]
-        problems = iter(self._readers.read([row for row, _ in there], [target for _, target in there]))
-        found = [next(problems) if row is not None else GONE for row in rows]
-        self._damaged([(row, problem) for row, problem in zip(rows, found, strict=True) if row and problem is not None])
-        self.unexpect(parts)
-        read = [problem is None for problem in found]
+        answers = iter(
+            self._readers.read([row for row, _ in there], [target for _, target in there], started + seconds)
+        )
+        found = [next(answers) if row is not None else GONE for row in rows]
+        self._damaged([(row, x) for row, x in zip(rows, found, strict=True) if row and not isinstance(x, bool)])
+        self.unexpect([part for part, answer in zip(parts, found, strict=True) if answer is not False])
+        read = [row for row, answer in zip(rows, found, strict=True) if row and answer is True]
         with self._shared.lock:
             counts = self._shared.counts
-            counts.hits += sum(read)
-            counts.promoted_bytes += sum(row.size for row, ok in zip(rows, read, strict=True) if row and ok)
-            counts.promoted_seconds += time.monotonic() - started
-        return read
+            counts.hits += len(read)
+            counts.promoted_bytes += sum(row.size for row in read)
+            counts.promoted_seconds += time.perf_counter() - started
+        return [None if answer is False else answer is True for answer in found]
 
     def _damaged(self, problems: list[tuple[Row, Problem]]) -> None:
         """Have parts that cannot be used removed. One that was evicted or cleared meanwhile is not damaged."""
