@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from onekv.memory.blocks import Blocks, read_block
+from onekv.memory.blocks import Blocks
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
 
@@ -40,11 +40,11 @@ def scatter(pool: Pool) -> None:
             mx.eval(between[-1], layer.all[i])
 
 
-def content(pool: Pool) -> list[bytes]:
+def content(blocks: Blocks, size: int) -> list[bytes]:
     found = []
     for block in range(BLOCKS):
-        data = bytearray(pool.block_bytes)
-        read_block(pool, block, memoryview(data))
+        data = bytearray(size)
+        blocks.read(block, memoryview(data))
         found.append(bytes(data))
     return found
 
@@ -55,11 +55,13 @@ def test_a_block_goes_in_and_comes_out_and_others_stay(shapes, scattered):
     pool = make_pool(shapes)
     if scattered:
         scatter(pool)
-    expected = content(pool)
+    blocks = Blocks(pool)
+    expected = content(blocks, pool.block_bytes)
     for block in (3, 0, 4, 3):
         expected[block] = np.random.default_rng(block).bytes(pool.block_bytes)
-        Blocks(pool).write(block, memoryview(expected[block]))
-        assert content(pool) == expected
+        blocks.look()
+        blocks.write(block, memoryview(expected[block]))
+        assert content(blocks, pool.block_bytes) == expected
     # As the model sees them: layer by layer keys, then values, each [heads, tokens, width].
     start = 0
     for array in pool.arrays():
@@ -67,3 +69,16 @@ def test_a_block_goes_in_and_comes_out_and_others_stay(shapes, scattered):
         assert rows.tobytes() == expected[3][start : start + rows.nbytes]
         start += rows.nbytes
     assert start == pool.block_bytes
+
+
+def test_arrays_that_were_moved_are_found_again():
+    pool = make_pool(ALIKE)
+    blocks = Blocks(pool)
+    assert content(blocks, pool.block_bytes) == [bytes(pool.block_bytes)] * BLOCKS
+    old = pool.arrays()
+    for layer in pool.layers:
+        layer.all = [array + 1 for array in layer.all]
+        mx.eval(layer.all)
+    one = np.ones(pool.block_bytes // 2, np.float16).tobytes()
+    assert content(blocks, pool.block_bytes) == [one] * BLOCKS
+    assert not any(array.any() for array in old)

@@ -152,7 +152,7 @@ def test_what_there_is_no_time_for_stays_expected(root, monkeypatch):
     targets = [Target(*part, bytearray(tier._images[0].data_size)) for part in parts]
     # Each thread reads one: that is how a slow disk gets anywhere.
     first = tier.read(targets, seconds=-1)
-    assert 1 <= first.count(True) <= reader_module.READERS and first.count(None) == 20 - first.count(True)
+    assert 1 <= first.count(True) <= reader_module.READERS + 1 and first.count(None) == 20 - first.count(True)
     assert set(tier._shared.expected) == {part for part, read in zip(parts, first, strict=True) if read is None}
     again = [target for target, read in zip(targets, first, strict=True) if read is None]
     assert tier.read(again) == [True] * len(again)
@@ -179,19 +179,22 @@ def test_a_function_is_never_given_bytes_that_are_wrong(root):
 
 
 def test_nobody_writes_to_memory_that_was_lent_once_read_is_interrupted(root, monkeypatch):
+    """Interrupted twice: while it reads, and while it waits for the other thread."""
     tier = open_tier(root)
     nodes = store(tier, 20)
     readv, wait = reader_module.os.readv, reader_module.wait
     interrupted, begun = [], threading.Event()
 
     def slow(handle: int, views: list[memoryview]) -> int:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(10)
+            raise KeyboardInterrupt
         begun.set()
-        time.sleep(0.05)
+        time.sleep(0.2)
         return readv(handle, views)
 
     def interrupt(futures: object) -> object:
         if not interrupted:
-            begun.wait(10)
             interrupted.append(True)
             raise KeyboardInterrupt
         return wait(futures)
@@ -204,7 +207,7 @@ def test_nobody_writes_to_memory_that_was_lent_once_read_is_interrupted(root, mo
     with pytest.raises(KeyboardInterrupt):
         tier.read([Target(*part, buffer) for part, buffer in zip(parts, buffers, strict=True)])
     left = [bytes(buffer) for buffer in buffers]
-    assert sum(any(data) for data in left) < len(nodes), "the rest was read as well"
-    time.sleep(0.3)
+    assert interrupted and sum(any(data) for data in left) == 1, "more than what was begun was read"
+    time.sleep(0.5)
     assert [bytes(buffer) for buffer in buffers] == left
     tier.close()

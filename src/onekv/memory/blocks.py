@@ -5,6 +5,7 @@ A block is its tensors one after the other: per layer of the group keys, then va
 engine's thread does nothing else with the pool. Views of the pool do not keep it alive and must not outlive that.
 """
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -57,29 +58,37 @@ def state_tensors(layout: Layout) -> list[Tensor]:
     ]
 
 
-def read_block(pool: Pool, block: int, out: memoryview) -> None:
-    """Copy a block out of the pool."""
-    target = np.frombuffer(out, np.uint8)
-    start = 0
-    shared = shared_memory()
-    for array in pool.arrays():
-        rows = _rows(pool, array)[:, block] if shared else _bytes(pool.gather(array, block))
-        target[start : start + rows.size].reshape(rows.shape)[...] = rows
-        start += rows.size
-
-
 class Blocks:
-    """The memory of a pool's blocks, where the host has access to it (`shared_memory`).
+    """The blocks of a pool, copied out of it and into it.
 
-    It does not keep the pool's arrays alive: use it between two steps, while nothing else is done with the pool. Arrays
-    of one shape that lie at equal distances are copied in one go: threads that copy do not wait for the interpreter.
+    Where the host has access to the pool (`shared_memory`), arrays of one shape that lie at equal distances are copied
+    in one go: a thread that copies does not take the interpreter from others. Nothing here keeps the arrays alive, so
+    where they lie is looked up each time before anything is copied.
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._runs = _runs(pool)
+        self._pool = pool
+        self._addresses: list[int] = []
+        self._runs: list[_Run] = []
+
+    def read(self, block: int, out: memoryview) -> None:
+        """Copy a block out of the pool."""
+        if shared_memory():
+            self.look()
+            for run in self._runs:
+                run.part_of(out)[...] = run.rows[:, :, block]
+        else:
+            rows = [_bytes(self._pool.gather(array, block)) for array in self._pool.arrays()]
+            np.concatenate(rows, out=np.frombuffer(out, np.uint8))
+
+    def look(self) -> None:
+        """Find out where the arrays are. Until something else is done with the pool, any thread may `write`."""
+        addresses = [_address(array) for array in self._pool.arrays()]
+        if addresses != self._addresses:
+            self._runs, self._addresses = _runs(self._pool, addresses), addresses
 
     def write(self, block: int, data: memoryview) -> None:
-        """Copy a block into the pool."""
+        """Copy a block to where the arrays were found; no step may be in the air."""
         for run in self._runs:
             run.rows[:, :, block] = run.part_of(data)
 
@@ -100,13 +109,12 @@ class _Run:
         return part
 
 
-def _runs(pool: Pool) -> list[_Run]:
+def _runs(pool: Pool, addresses: list[int]) -> list[_Run]:
     """The arrays of a pool, as few runs: each begins with one of the first layer's arrays, if all layers are alike."""
     arrays = [_rows(pool, array) for array in pool.arrays()]
     if not arrays:
         return []
     starts = list(accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0))
-    addresses = [array.__array_interface__["data"][0] for array in arrays]
     period = sum(array.size > 0 for array in pool.layers[0].all)
     runs = []
     for first in range(period):
@@ -137,7 +145,7 @@ def _alike(numbers: range, arrays: list[Bytes], starts: list[int], addresses: li
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:
-    """Copy a block into the pool. No step may be in the air."""
+    """Copy a block into the pool, where the host has no access to it. No step may be in the air."""
     source = np.frombuffer(data, np.uint8)
     start = 0
     slots = slice(block * pool.block_size, (block + 1) * pool.block_size)
@@ -198,6 +206,10 @@ def shared_memory() -> bool:
 def _bytes(array: mx.array) -> Bytes:
     """The bytes of a row-contiguous array, without a copy where the host can see it."""
     return np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
+
+
+def _address(array: mx.array) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))  # type: ignore[arg-type]
 
 
 def _rows(pool: Pool, array: mx.array) -> Bytes:

@@ -17,7 +17,6 @@ from functools import partial
 from ..memory.blocks import (
     Blocks,
     make_states,
-    read_block,
     read_states,
     shared_memory,
     state_tensors,
@@ -77,6 +76,7 @@ class Cold:
         self.tier = tier
         self._memory, self._index, self._snapshots = memory, index, snapshots
         self._size = memory.block_size
+        self._blocks = [Blocks(pool) for pool in memory.pools]
         self._full = [g for g, pool in enumerate(memory.pools) if pool.group.rule.span is None]
         self._states = state_tensors(memory.layout)
         # Nodes in RAM may lack something that the tier has.
@@ -87,8 +87,7 @@ class Cold:
 
     def store(self, node: Node, group: int, wait: bool = False) -> bool:
         """Offer a block to the tier."""
-        pool, block = self._memory.pools[group], node.blocks[group]
-        return self.tier.offer(address_of(node), group, lambda out: read_block(pool, block, out), wait)
+        return self.tier.offer(address_of(node), group, partial(self._blocks[group].read, node.blocks[group]), wait)
 
     def store_states(self, node: Node, snapshot: Snapshot, wait: bool = False) -> bool:
         """Offer recurrent states to the tier, unless they are of another shape than the layout's."""
@@ -252,26 +251,26 @@ class Cold:
         """Read what loading sequences lack, the oldest first, for about `seconds`; returns those that ended."""
         ended: list[Loading] = []
         deadline = time.perf_counter() + seconds
-        blocks = [Blocks(pool) for pool in self._memory.pools] if self.loading and shared_memory() else None
         while self.loading and (left := deadline - time.perf_counter()) > 0:
             loading = next(iter(self.loading.values()))
-            self._read(loading, list(loading.left)[:AT_ONCE], blocks, left)
+            self._read(loading, list(loading.left)[:AT_ONCE], left)
             if loading.ended:
                 self.cancel(loading.sequence)
                 ended.append(loading)
         return ended
 
-    def _read(
-        self, loading: Loading, parts: list[tuple[bytes, int]], blocks: list[Blocks] | None, seconds: float
-    ) -> None:
-        """Read some of what is left into its place: `blocks`, or beside the pool and from there."""
+    def _read(self, loading: Loading, parts: list[tuple[bytes, int]], seconds: float) -> None:
+        """Read some of what is left into its place, or beside the pool and then from there."""
         targets: list[Target] = []
+        direct = {part for _, part in parts if part != STATES} if shared_memory() else set()
+        for group in direct:
+            self._blocks[group].look()
         for key, part in parts:
             into: bytearray | Callable[[memoryview], None]
-            if part == STATES or blocks is None:
-                into = bytearray(self._bytes_of(part))
+            if part in direct:
+                into = partial(self._blocks[part].write, loading.left[key, part])
             else:
-                into = partial(blocks[part].write, loading.left[key, part])
+                into = bytearray(self._bytes_of(part))
             targets.append(Target(key, part, into))
         for target, read in zip(targets, self.tier.read(targets, seconds), strict=True):
             if read is None:

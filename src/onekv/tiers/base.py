@@ -11,9 +11,9 @@ Who owns a part while it moves:
            and the block is lost: decoding never waits for a disk.
     in     the engine's thread says early what it will need (`expect`), so that it stays and the system reads ahead,
            while other requests are computed. Between two steps it says where parts belong, in blocks that are reserved
-           in the pool, and waits while threads of the tier read, check and put them there (`read`). Nobody else
-           touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays there, as a
-           clean copy: evicting that block later costs no write.
+           in the pool, and until it returns `read` reads, checks and puts them there, with threads of the tier.
+           Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays
+           there, as a clean copy: evicting that block later costs no write.
 
 All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
 all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
@@ -80,8 +80,8 @@ class TierStats:
 class Target:
     """Where a part is to be read to: memory as long as its content, or what is to be done with the content.
 
-    A function is called by a thread of the tier, once, with bytes that were checked, which it must not keep. Memory is
-    written to before they are.
+    A function is called once, perhaps by a thread of the tier, with bytes that were checked, which it must not keep.
+    Memory is written to before they are.
     """
 
     key: bytes

@@ -1,13 +1,13 @@
 """The disk tier: parts as files of one folder, found by an index.
 
-    engine's thread   asks the index (its own connection), fills buffers, waits while parts are read
+    engine's thread   asks the index (its own connection), fills buffers and takes their checksums, reads parts
     writer            one thread; the only one that changes the folder (`writer`)
-    readers           two threads, which read into memory of the engine's (`reader`)
+    reader            one thread, which reads parts beside the engine's and tells the system to read ahead (`reader`)
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
-written, no more. The limit is for everything in the folder, of all models, at every instant.
-Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is gone, ends the tier:
-then it has nothing, takes nothing, and says why (`stats().failed`).
+written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
+at every instant. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is
+gone, ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
 """
 
 import math
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
+
+import xxhash
 
 from ..errors import SettingError
 from ..units import format_size
@@ -160,7 +162,10 @@ class DiskTier:
         finally:
             if not filled:
                 self._give(buffer)
-        self._writer.write(address, part, image, buffer)
+        buffer[: image.header_size] = image.header(self._hash, address)
+        # Here, while the processor's cache has it.
+        checksum = xxhash.xxh3_128_digest(buffer)
+        self._writer.write(Row(Name(self._model, address.key, part), address, image.size, checksum), buffer)
         return True
 
     def _take(self, size: int, wait: bool) -> memoryview | None:

@@ -1,7 +1,10 @@
-"""Reading parts into memory of the caller's, several at once.
+"""Reading parts: each as a whole, checked, and only then put where it belongs.
 
-The caller waits: whatever happens, no thread writes to its memory after `read` has returned. A part that cannot be used
-is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
+The caller's thread reads, and one of this module's beside it. Each has a buffer of one part, which all that it reads
+goes through: the system copies into it, the checksum is taken of it, and what it holds is copied into the pool, all
+without the interpreter's lock. Parts that the caller gives memory for are read into that.
+The caller waits: whatever happens, no thread writes to its memory or calls its functions after `read` has returned. A
+part that cannot be used is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
 """
 
 import errno
@@ -22,7 +25,8 @@ from .index import Row
 from .shared import Shared
 from .writer import Writer
 
-READERS = 2
+# Threads beside the caller's.
+READERS = int(os.environ.get("READERS", 1))
 # What is wrong with a file.
 Problem = str | OSError
 # The process has run out of something: that says nothing about the file.
@@ -40,9 +44,11 @@ class Readers:
         """Read what `rows` say to `targets`: what was wrong with each, True if nothing was, False if time was over."""
         answers: list[Problem | bool] = [False] * len(rows)
         left = deque(zip(range(len(rows)), rows, targets, strict=True))
-        futures = [self._pool.submit(self._load_some, left, answers, deadline) for _ in range(min(READERS, len(rows)))]
+        futures = [
+            self._pool.submit(self._load_some, left, answers, deadline) for _ in range(min(READERS, len(rows) - 1))
+        ]
         try:
-            wait(futures)
+            self._load_some(left, answers, deadline)
         finally:
             # If this is interrupted, nothing more is begun.
             left.clear()

@@ -124,8 +124,10 @@ def _create(path: str) -> int:
         return os.open(path, flags, 0o600)
     except FileNotFoundError:
         shard = os.path.dirname(path)
-        # One by one, so that a root that is gone stays gone.
-        for folder in (os.path.dirname(shard), shard):
-            with suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
+        try:
+            os.mkdir(shard, 0o700)
+        except FileNotFoundError:
+            # One by one, so that a root that is gone stays gone.
+            os.mkdir(os.path.dirname(shard), 0o700)
+            os.mkdir(shard, 0o700)
         return os.open(path, flags, 0o600)

@@ -3,20 +3,20 @@
 from dataclasses import dataclass
 from threading import Event
 
-from .base import Address
-from .image import Image
 from .index import Row, Use
 
 
 @dataclass
 class Write:
-    """A part to be stored; `buffer` is its file, all but the header, until that is made."""
+    """A part to be stored; `buffer` is what its file will be, until that is made."""
 
-    address: Address
-    part: int
-    image: Image
+    row: Row
     buffer: memoryview | None
     use: Use
+
+    @property
+    def part(self) -> tuple[bytes, int]:
+        return self.row.name.key, self.row.name.part
 
 
 @dataclass(frozen=True)

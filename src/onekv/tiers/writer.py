@@ -17,11 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from threading import Event, Thread
 
-import xxhash
-
-from .base import Address
 from .folder import Folder
-from .image import Image
 from .index import BATCH, LATEST, WRITES, DiskIndex, Name, NewRow, Row, Use
 from .shared import Shared
 from .store import Store
@@ -62,11 +58,11 @@ class Writer:
 
     # Called by other threads.
 
-    def write(self, address: Address, part: int, image: Image, buffer: memoryview) -> None:
+    def write(self, row: Row, buffer: memoryview) -> None:
         with self.shared.lock:
-            task = Write(address, part, image, buffer, self._use())
-            self.pending[address.key, part] = task
-            self.shared.counts.queued_bytes += image.size
+            task = Write(row, buffer, self._use())
+            self.pending[task.part] = task
+            self.shared.counts.queued_bytes += row.size
             self._add(task)
 
     def remove(self, row: Row) -> None:
@@ -134,7 +130,7 @@ class Writer:
     def _give_back(self, task: Write) -> None:
         """The buffer is free, if it was not before."""
         if task.buffer is not None:
-            self.shared.counts.queued_bytes -= task.image.size
+            self.shared.counts.queued_bytes -= task.row.size
             self.shared.staging.give(task.buffer)
             self.shared.room.notify_all()
             task.buffer = None
@@ -207,8 +203,8 @@ class Writer:
         with self.shared.lock:
             if isinstance(job, list):
                 for task in job:
-                    if self.pending.get((task.address.key, task.part)) is task:
-                        del self.pending[task.address.key, task.part]
+                    if self.pending.get(task.part) is task:
+                        del self.pending[task.part]
                     self._give_back(task)
             elif isinstance(job, Remove):
                 self.shared.damaged.discard((job.row.name.key, job.row.name.part))
@@ -220,7 +216,7 @@ class Writer:
                 job.reached.set()
 
     def _write(self, store: Store, tasks: list[Write]) -> None:
-        there = store.index.rows(self.place.model, [(task.address.key, task.part) for task in tasks])
+        there = store.index.rows(self.place.model, [task.part for task in tasks])
         tasks = [task for task, row in zip(tasks, there, strict=True) if row is None]
         if not tasks:
             return
@@ -238,14 +234,14 @@ class Writer:
             return
         if problem is not None:
             self._refused(problem)
-        elif store.overhead() + (size := tasks[0].image.size) > self.place.limit:
+        elif store.overhead() + (size := tasks[0].row.size) > self.place.limit:
             self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {self.place.limit}.")
         self.shared.discard()
 
     def _put(self, store: Store, tasks: list[Write]) -> None:
+        full = 4 * self.place.block_tokens
         with self.shared.lock:
-            uses = [task.use for task in tasks]
-        new = [self._row(task, use) for task, use in zip(tasks, uses, strict=True)]
+            new = [NewRow(task.row, len(task.row.address.tokens) < full, task.use) for task in tasks]
 
         def made(number: int) -> None:
             with self.shared.lock:
@@ -265,18 +261,9 @@ class Writer:
             if error is not None:
                 self._refused(error)
 
-    def _row(self, task: Write, use: Use) -> NewRow:
-        """What the index will know of a part, whose buffer has its header then."""
-        assert task.buffer is not None
-        header = task.image.header(self.place.hash, task.address)
-        task.buffer[: len(header)] = header
-        name = Name(self.place.model, task.address.key, task.part)
-        row = Row(name, task.address, len(task.buffer), xxhash.xxh3_128_digest(task.buffer))
-        return NewRow(row, len(task.address.tokens) < 4 * self.place.block_tokens, use)
-
     def _may_write(self, store: Store, tasks: list[Write]) -> bool:
         """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
-        size = sum(task.image.size for task in tasks)
+        size = sum(task.row.size for task in tasks)
         budget = self.place.budget
         if budget is not None and store.index.written(_today()) + size > budget:
             self.shared.once(
