@@ -1,6 +1,7 @@
 """Parts that are written together, and parts that are read at once: each is treated as if it were alone."""
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -158,6 +159,32 @@ def test_what_there_is_no_time_for_stays_expected(root, monkeypatch):
     assert tier.read(again) == [True] * len(again)
     assert all(is_right(node, 0, bytes(target.into)) for node, target in zip(nodes, targets, strict=True))
     assert tier.stats().hits == 20 and not tier._shared.expected
+    tier.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
+def test_files_are_read_ahead_unless_they_are_in_memory(root, monkeypatch):
+    tier = open_tier(root)
+    nodes = store(tier, 12)
+    asked = []
+    advise = os.posix_fadvise
+
+    def watch(handle: int, start: int, size: int, advice: int) -> None:
+        asked.append(advice)
+        advise(handle, start, size, advice)
+
+    def expect() -> int:
+        asked.clear()
+        tier.expect([(node.key, 0) for node in nodes])
+        tier.unexpect([(node.key, 0) for node in nodes])
+        tier._readers._pool.submit(lambda: None).result()
+        return asked.count(os.POSIX_FADV_WILLNEED)
+
+    monkeypatch.setattr(reader_module.os, "posix_fadvise", watch)
+    monkeypatch.setattr(reader_module, "_in_memory", lambda handle, place: True)
+    assert expect() == 0
+    monkeypatch.setattr(reader_module, "_in_memory", lambda handle, place: False)
+    assert expect() >= 12
     tier.close()
 
 

@@ -9,6 +9,7 @@ part that cannot be used is reported as such; damaged ones are removed by the wr
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -26,7 +27,9 @@ from .shared import Shared
 from .writer import Writer
 
 # Threads beside the caller's.
-READERS = int(os.environ.get("READERS", 1))
+READERS = 1
+# Files that tell whether all are in the system's memory.
+_SAMPLE = 4
 # What is wrong with a file.
 Problem = str | OSError
 # The process has run out of something: that says nothing about the file.
@@ -89,16 +92,26 @@ class Readers:
     # The threads.
 
     def _advise(self, names: list[tuple[bytes, int]]) -> None:
-        for key, part in names:
-            try:
-                handle = _open(self._folder.path(self._hash, key, part))
-            except OSError:
-                # Reading it will tell.
-                continue
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(handle)
+        # If some here and there are in the system's memory, so are the others: asking for them would take time only.
+        if all(self._ask_for(*name, only_if_absent=True) for name in names[:: len(names) // _SAMPLE + 1]):
+            return
+        for name in names:
+            self._ask_for(*name)
+
+    def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
+        """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
+        try:
+            handle = _open(self._folder.path(self._hash, key, part))
+        except OSError:
+            # Reading it will tell.
+            return False
+        try:
+            if only_if_absent and _in_memory(handle, self._images[part].size - 1):
+                return True
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+            return False
+        finally:
+            os.close(handle)
 
     def _load_some(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool], deadline: float) -> None:
         """Read what is left, at least one, until the deadline."""
@@ -182,6 +195,16 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
             left.append(view[count:])
         count = max(0, count - view.nbytes)
     return left
+
+
+def _in_memory(handle: int, place: int) -> bool:
+    """Whether a byte of a file can be read without the disk."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return os.preadv(handle, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
 
 
 def _open(path: str) -> int:
