@@ -20,6 +20,7 @@ SHAPES = {
     "one of other heads": [*ALIKE[:3], (4, 8, 8), *ALIKE[:3]],
     "all different": [(1, 8, 8), (2, 8, 16), (3, 16, 8), (4, 32, 32)],
     "layers without values": [(2, 8, 0)] * 3,
+    "a first layer without anything": [(2, 0, 0), *ALIKE[:3]],
     "some without values": [(2, 8, 8), (2, 8, 0), (2, 8, 8), (2, 8, 8)],
 }
 

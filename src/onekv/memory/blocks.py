@@ -78,8 +78,11 @@ class Blocks:
             for run in self._runs:
                 run.part_of(out)[...] = run.rows[:, :, block]
         else:
-            rows = [_bytes(self._pool.gather(array, block)) for array in self._pool.arrays()]
-            np.concatenate(rows, out=np.frombuffer(out, np.uint8))
+            target, start = np.frombuffer(out, np.uint8), 0
+            for array in self._pool.arrays():
+                rows = _bytes(self._pool.gather(array, block))
+                target[start : start + rows.size] = rows
+                start += rows.size
 
     def look(self) -> None:
         """Find out where the arrays are. Until something else is done with the pool, any thread may `write`."""
@@ -115,7 +118,7 @@ def _runs(pool: Pool, addresses: list[int]) -> list[_Run]:
     if not arrays:
         return []
     starts = list(accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0))
-    period = sum(array.size > 0 for array in pool.layers[0].all)
+    period = max(1, sum(array.size > 0 for array in pool.layers[0].all))
     runs = []
     for first in range(period):
         numbers = range(first, len(arrays), period)
