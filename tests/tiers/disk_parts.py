@@ -60,7 +60,7 @@ def fetch(tier: DiskTier, *parts: tuple[bytes, int]) -> dict[tuple[bytes, int], 
     """The content of parts."""
     tier.expect(parts)
     buffers = [bytearray(tier._images[part].data_size) for _, part in parts]
-    read = tier.read([Target(*part, [memoryview(buffer)]) for part, buffer in zip(parts, buffers, strict=True)])
+    read = tier.read([Target(*part, buffer) for part, buffer in zip(parts, buffers, strict=True)])
     return {part: bytes(b) if ok else None for part, b, ok in zip(parts, buffers, read, strict=True)}
 
 

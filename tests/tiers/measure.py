@@ -55,7 +55,7 @@ def measure(folder: Path) -> None:
     target = np.empty(SIZE, np.uint8)
     source = np.frombuffer(data, np.uint8)
     # As a block lies in the pool: in 180 pieces.
-    slices = np.array_split(target, 180)
+    pieces = target[: SIZE // 180 * 180].reshape(180, -1)
 
     def write_plain() -> None:
         for path in plain:
@@ -81,12 +81,13 @@ def measure(folder: Path) -> None:
                 file.readinto(buffer)
             target[:] = np.frombuffer(buffer, np.uint8, SIZE)
 
+    def place(data: memoryview) -> None:
+        pieces[:] = np.frombuffer(data, np.uint8, pieces.size).reshape(pieces.shape)
+
     def read_tier() -> None:
         parts = [(address(number).key, 0) for number in range(COUNT)]
         tier.expect(parts)
-        for start in range(0, COUNT, 8):
-            some = parts[start : start + 8]
-            assert all(tier.read([Target(*part, slices) for part in some]))
+        assert all(tier.read([Target(*part, place) for part in parts]))
 
     def empty() -> None:
         """The same disk for each: nothing on it, nothing for it to do."""

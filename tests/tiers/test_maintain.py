@@ -9,7 +9,7 @@ from disk_parts import MB, address, file_of, files, image, open_tier, store
 from onekv.errors import OneKVError, SettingError
 from onekv.tiers.base import STATES
 from onekv.tiers.folder import Folder, model_hash
-from onekv.tiers.index import DiskIndex, Name, Row, Use
+from onekv.tiers.index import DiskIndex, Name, NewRow, Row, Use
 from onekv.tiers.maintain import IndexUnreadable, clear, models, verify
 
 SIZE = image().size
@@ -90,7 +90,7 @@ def test_what_a_kill_interrupts_is_cleaned_up(root, state, cleaner):
     model = next(number for number, found in index.hashes().items() if found == hash)
     where = address(9)
     name = Name(model, where.key, 0)
-    index.begin(Row(name, where, SIZE, b"c" * 16), False, Use(99, time.time()))
+    index.begin([NewRow(Row(name, where, SIZE, b"c" * 16), False, Use(99, time.time()))])
     path = Path(folder.path(hash, where.key, 0))
     path.parent.mkdir(exist_ok=True)
     if state != "removed":

@@ -5,9 +5,11 @@ A block is its tensors one after the other: per layer of the group keys, then va
 engine's thread does nothing else with the pool. Views of the pool do not keep it alive and must not outlive that.
 """
 
+import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -56,28 +58,97 @@ def state_tensors(layout: Layout) -> list[Tensor]:
     ]
 
 
-def read_block(pool: Pool, block: int, out: memoryview) -> None:
-    """Copy a block out of the pool."""
-    target = np.frombuffer(out, np.uint8)
-    start = 0
-    for array in pool.arrays():
-        rows = _rows(pool, array)[:, block] if shared_memory() else _bytes(pool.gather(array, block))
-        target[start : start + rows.size] = rows.reshape(-1)
-        start += rows.size
+class Blocks:
+    """The blocks of a pool, copied out of it and into it.
 
-
-def block_views(pool: Pool, block: int) -> list[Bytes] | None:
-    """The memory of a block, to be written to before anything else is done with the pool; no step may be in the air.
-
-    None where the host has no access to it: then use `write_block`.
+    Where the host has access to the pool (`shared_memory`), arrays of one shape that lie at equal distances are copied
+    in one go: a thread that copies does not take the interpreter from others. Nothing here keeps the arrays alive, so
+    where they lie is looked up each time before anything is copied.
     """
-    if not shared_memory():
-        return None
-    return [row for array in pool.arrays() for row in _rows(pool, array)[:, block]]
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._addresses: list[int] = []
+        self._runs: list[_Run] = []
+
+    def read(self, block: int, out: memoryview) -> None:
+        """Copy a block out of the pool."""
+        if shared_memory():
+            self.look()
+            for run in self._runs:
+                run.part_of(out)[...] = run.rows[:, :, block]
+        else:
+            target, start = np.frombuffer(out, np.uint8), 0
+            for array in self._pool.arrays():
+                rows = _bytes(self._pool.gather(array, block))
+                target[start : start + rows.size] = rows
+                start += rows.size
+
+    def look(self) -> None:
+        """Find out where the arrays are. Until something else is done with the pool, any thread may `write`."""
+        addresses = [_address(array) for array in self._pool.arrays()]
+        if addresses != self._addresses:
+            self._runs, self._addresses = _runs(self._pool, addresses), addresses
+
+    def write(self, block: int, data: memoryview) -> None:
+        """Copy a block to where the arrays were found; no step may be in the air."""
+        for run in self._runs:
+            run.rows[:, :, block] = run.part_of(data)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Arrays at equal distances, both in memory and in a block's bytes: the first has the bytes from `start` on."""
+
+    # [arrays, heads, blocks, bytes]
+    rows: Bytes
+    start: int
+    distance: int
+
+    def part_of(self, data: memoryview) -> Bytes:
+        """[arrays, heads, bytes] of the bytes of a block."""
+        count, heads, _, size = self.rows.shape
+        part: Bytes = np.ndarray((count, heads, size), np.uint8, data, self.start, (self.distance, size, 1))
+        return part
+
+
+def _runs(pool: Pool, addresses: list[int]) -> list[_Run]:
+    """The arrays of a pool, as few runs: each begins with one of the first layer's arrays, if all layers are alike."""
+    arrays = [_rows(pool, array) for array in pool.arrays()]
+    if not arrays:
+        return []
+    starts = list(accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0))
+    period = max(1, sum(array.size > 0 for array in pool.layers[0].all))
+    runs = []
+    for first in range(period):
+        numbers = range(first, len(arrays), period)
+        while numbers:
+            some = _alike(numbers, arrays, starts, addresses)
+            i, j = some[0], some[min(1, len(some) - 1)]
+            strides = (addresses[j] - addresses[i], *arrays[i].strides)
+            rows = np.lib.stride_tricks.as_strided(arrays[i], (len(some), *arrays[i].shape), strides)
+            runs.append(_Run(rows, starts[i], starts[j] - starts[i]))
+            numbers = numbers[len(some) :]
+    return runs
+
+
+def _alike(numbers: range, arrays: list[Bytes], starts: list[int], addresses: list[int]) -> range:
+    """The first of `numbers`, as far as their arrays are of one shape and at equal distances."""
+
+    def step(n: int) -> tuple[object, ...]:
+        before, i = numbers[n - 1], numbers[n]
+        return arrays[i].shape, starts[i] - starts[before], addresses[i] - addresses[before]
+
+    if len(numbers) < 2 or arrays[numbers[0]].shape != arrays[numbers[1]].shape:
+        return numbers[:1]
+    count = 2
+    while count < len(numbers) and step(count) == step(1):
+        count += 1
+    return numbers[:count]
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:
-    """Copy a block into the pool. No step may be in the air."""
+    """Copy a block into the pool, where the host has no access to it. No step may be in the air."""
     source = np.frombuffer(data, np.uint8)
     start = 0
     slots = slice(block * pool.block_size, (block + 1) * pool.block_size)
@@ -138,6 +209,10 @@ def shared_memory() -> bool:
 def _bytes(array: mx.array) -> Bytes:
     """The bytes of a row-contiguous array, without a copy where the host can see it."""
     return np.frombuffer(memoryview(array), np.uint8)  # type: ignore[arg-type]
+
+
+def _address(array: mx.array) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memoryview(array)))  # type: ignore[arg-type]
 
 
 def _rows(pool: Pool, array: mx.array) -> Bytes:

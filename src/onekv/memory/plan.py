@@ -33,8 +33,8 @@ MAX_ELEMENTS = 2**31 - 1
 SNAPSHOTS = 8
 # Sequences whose window is kept, for each that may run, if half of the budget allows.
 WINDOWS = 4
-# Parts on their way from the disk that are not read into the pool directly: states, and blocks on CUDA.
-UNPLACED = 2
+# Parts on their way from the disk: one for each of two threads that read, and states. On CUDA, two blocks and states.
+UNPLACED = 3
 # What a block's file has beside its content, amply.
 HEADER = 2**16
 # The most memory for blocks on their way to the disk, unless it is set.

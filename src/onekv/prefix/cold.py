@@ -10,15 +10,13 @@ Meanwhile it holds its blocks like any other, and no other sequence starts to re
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-
-import numpy as np
+from functools import partial
 
 from ..memory.blocks import (
-    block_views,
+    Blocks,
     make_states,
-    read_block,
     read_states,
     shared_memory,
     state_tensors,
@@ -35,8 +33,8 @@ from .snapshots import Snapshot, Snapshots
 
 # Keys asked for at once.
 LOOK_AHEAD = 256
-# Parts read at once. Where they cannot be read into the pool directly, this many less than four lie beside it.
-AT_ONCE = 8 if shared_memory() else 2
+# Parts asked for at once. Where other threads cannot copy them into the pool, this many, less than four, lie beside it.
+AT_ONCE = 64 if shared_memory() else 2
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,7 @@ class Cold:
         self.tier = tier
         self._memory, self._index, self._snapshots = memory, index, snapshots
         self._size = memory.block_size
+        self._blocks = [Blocks(pool) for pool in memory.pools]
         self._full = [g for g, pool in enumerate(memory.pools) if pool.group.rule.span is None]
         self._states = state_tensors(memory.layout)
         # Nodes in RAM may lack something that the tier has.
@@ -88,8 +87,7 @@ class Cold:
 
     def store(self, node: Node, group: int, wait: bool = False) -> bool:
         """Offer a block to the tier."""
-        pool, block = self._memory.pools[group], node.blocks[group]
-        return self.tier.offer(address_of(node), group, lambda out: read_block(pool, block, out), wait)
+        return self.tier.offer(address_of(node), group, partial(self._blocks[group].read, node.blocks[group]), wait)
 
     def store_states(self, node: Node, snapshot: Snapshot, wait: bool = False) -> bool:
         """Offer recurrent states to the tier, unless they are of another shape than the layout's."""
@@ -253,38 +251,39 @@ class Cold:
         """Read what loading sequences lack, the oldest first, for about `seconds`; returns those that ended."""
         ended: list[Loading] = []
         deadline = time.perf_counter() + seconds
-        while self.loading and time.perf_counter() < deadline:
+        while self.loading and (left := deadline - time.perf_counter()) > 0:
             loading = next(iter(self.loading.values()))
-            self._read(loading, list(loading.left)[:AT_ONCE])
+            self._read(loading, list(loading.left)[:AT_ONCE], left)
             if loading.ended:
                 self.cancel(loading.sequence)
                 ended.append(loading)
         return ended
 
-    def _read(self, loading: Loading, parts: list[tuple[bytes, int]]) -> None:
-        """Read some of what is left into its place."""
+    def _read(self, loading: Loading, parts: list[tuple[bytes, int]], seconds: float) -> None:
+        """Read some of what is left into its place, or beside the pool and then from there."""
         targets: list[Target] = []
-        staged: dict[tuple[bytes, int], bytearray] = {}
+        direct = {part for _, part in parts if part != STATES} if shared_memory() else set()
+        for group in direct:
+            self._blocks[group].look()
         for key, part in parts:
-            views = block_views(self._memory.pools[part], loading.left[key, part]) if part != STATES else None
-            if views is None:
-                staged[key, part] = bytearray(self._bytes_of(part))
-            targets.append(Target(key, part, views or [staged[key, part]]))
-        for target, read in zip(targets, self.tier.read(targets), strict=True):
+            into: bytearray | Callable[[memoryview], None]
+            if part in direct:
+                into = partial(self._blocks[part].write, loading.left[key, part])
+            else:
+                into = bytearray(self._bytes_of(part))
+            targets.append(Target(key, part, into))
+        for target, read in zip(targets, self.tier.read(targets, seconds), strict=True):
+            if read is None:
+                continue
             block = loading.left.pop((target.key, target.part))
-            data = staged.get((target.key, target.part))
             if not read:
                 loading.failed.append(target.key)
-                # Slots that are not read count with weight 0, and 0 times NaN is NaN: no block may be left like that.
-                self._erase(target)
-            elif target.part == STATES and data is not None:
-                loading.states = make_states(self._memory.layout, memoryview(data))
-            elif data is not None:
-                write_block(self._memory.pools[target.part], block, memoryview(data))
-
-    def _erase(self, target: Target) -> None:
-        for buffer in target.into:
-            np.frombuffer(buffer, np.uint8)[:] = 0
+            elif isinstance(target.into, bytearray):
+                data = memoryview(target.into)
+                if target.part == STATES:
+                    loading.states = make_states(self._memory.layout, data)
+                else:
+                    write_block(self._memory.pools[target.part], block, data)
 
     def _bytes_of(self, part: int) -> int:
         if part == STATES:

@@ -10,10 +10,10 @@ Who owns a part while it moves:
            free; the buffer is the one copy in RAM until it is written. A tier that has no buffer left says so at once
            and the block is lost: decoding never waits for a disk.
     in     the engine's thread says early what it will need (`expect`), so that it stays and the system reads ahead,
-           while other requests are computed. Between two steps it gives the memory of blocks that are reserved in the
-           pool, and waits while threads of the tier read into them (`read`). No other copy is made, and nobody else
-           touches the pool meanwhile. What the tier has stays there, as a clean copy: evicting that block later costs
-           no write.
+           while other requests are computed. Between two steps it says where parts belong, in blocks that are reserved
+           in the pool, and until it returns `read` reads, checks and puts them there, with threads of the tier.
+           Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays
+           there, as a clean copy: evicting that block later costs no write.
 
 All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
 all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
@@ -21,11 +21,10 @@ all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (
 A tier never fails a request. What cannot be read is a part that is not there: it is dropped, counted and logged once.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 # The part of a node that is its recurrent states; parts from 0 on are groups.
 STATES = -1
@@ -77,16 +76,17 @@ class TierStats:
     failed: str | None
 
 
-Buffer = bytearray | memoryview | np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True)
 class Target:
-    """Where a part is to be read to: buffers that together are as long as its content."""
+    """Where a part is to be read to: memory as long as its content, or what is to be done with the content.
+
+    A function is called once, perhaps by a thread of the tier, with bytes that were checked, which it must not keep.
+    Memory is written to before they are.
+    """
 
     key: bytes
     part: int
-    into: Sequence[Buffer]
+    into: bytearray | Callable[[memoryview], None]
 
 
 class Tier(Protocol):
@@ -111,8 +111,12 @@ class Tier(Protocol):
     def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
         """These will not be read after all."""
 
-    def read(self, targets: Sequence[Target]) -> list[bool]:
-        """Read parts that were expected, all at once. False: it could not be; what its buffers hold is worthless."""
+    def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
+        """Read parts that were expected, several at once, and begin none after `seconds`.
+
+        None: there was no time for it; it is still expected. False: it could not be read; what memory was given for it
+        holds is worthless.
+        """
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used now, the last of them last: it is the last to be evicted."""

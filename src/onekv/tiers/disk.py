@@ -1,21 +1,24 @@
 """The disk tier: parts as files of one folder, found by an index.
 
-    engine's thread   asks the index (its own connection), fills buffers, waits while parts are read
+    engine's thread   asks the index (its own connection), fills buffers and takes their checksums, reads parts
     writer            one thread; the only one that changes the folder (`writer`)
-    readers           two threads, which read into memory of the engine's (`reader`)
+    reader            one thread, which reads parts beside the engine's and tells the system to read ahead (`reader`)
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
-written, no more. The limit is for everything in the folder, of all models, at every instant.
-Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is gone, ends the tier:
-then it has nothing, takes nothing, and says why (`stats().failed`).
+written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
+at every instant. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is
+gone, ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
 """
 
+import math
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
+
+import xxhash
 
 from ..errors import SettingError
 from ..units import format_size
@@ -116,8 +119,9 @@ class DiskTier:
         with self._shared.lock:
             if (key, part) in self._writer.pending:
                 return self._shared.failed is None
-        entry = self.find([key]).get(key)
-        return entry is not None and part in entry.parts
+            if (key, part) in self._shared.damaged:
+                return False
+        return self._question(lambda index: index.ready(Name(self._model, key, part)), False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
         """What the index says; `nothing` if it has failed or is about to be emptied."""
@@ -153,15 +157,18 @@ class DiskTier:
             return False
         filled = False
         try:
-            fill(memoryview(buffer)[image.header_size :])
+            fill(buffer[image.header_size :])
             filled = True
         finally:
             if not filled:
                 self._give(buffer)
-        self._writer.write(address, part, image, buffer)
+        buffer[: image.header_size] = image.header(self._hash, address)
+        # Here, while the processor's cache has it.
+        checksum = xxhash.xxh3_128_digest(buffer)
+        self._writer.write(Row(Name(self._model, address.key, part), address, image.size, checksum), buffer)
         return True
 
-    def _take(self, size: int, wait: bool) -> bytearray | None:
+    def _take(self, size: int, wait: bool) -> memoryview | None:
         shared = self._shared
         with shared.lock:
             while not self._closed and shared.failed is None and size <= shared.staging.limit:
@@ -171,7 +178,7 @@ class DiskTier:
                 shared.room.wait()
         return None
 
-    def _give(self, buffer: bytearray) -> None:
+    def _give(self, buffer: memoryview) -> None:
         with self._shared.lock:
             self._shared.staging.give(buffer)
 
@@ -188,22 +195,24 @@ class DiskTier:
                 if not self._shared.expected[part]:
                     del self._shared.expected[part]
 
-    def read(self, targets: Sequence[Target]) -> list[bool]:
-        started = time.monotonic()
+    def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
+        started = time.perf_counter()
         parts = [(target.key, target.part) for target in targets]
         rows = self._rows(parts)
         there = [(row, target) for row, target in zip(rows, targets, strict=True) if row is not None]
-        problems = iter(self._readers.read([row for row, _ in there], [target for _, target in there]))
-        found = [next(problems) if row is not None else GONE for row in rows]
-        self._damaged([(row, problem) for row, problem in zip(rows, found, strict=True) if row and problem is not None])
-        self.unexpect(parts)
-        read = [problem is None for problem in found]
+        answers = iter(
+            self._readers.read([row for row, _ in there], [target for _, target in there], started + seconds)
+        )
+        found = [next(answers) if row is not None else GONE for row in rows]
+        self._damaged([(row, x) for row, x in zip(rows, found, strict=True) if row and not isinstance(x, bool)])
+        self.unexpect([part for part, answer in zip(parts, found, strict=True) if answer is not False])
+        read = [row for row, answer in zip(rows, found, strict=True) if row and answer is True]
         with self._shared.lock:
             counts = self._shared.counts
-            counts.hits += sum(read)
-            counts.promoted_bytes += sum(row.size for row, ok in zip(rows, read, strict=True) if row and ok)
-            counts.promoted_seconds += time.monotonic() - started
-        return read
+            counts.hits += len(read)
+            counts.promoted_bytes += sum(row.size for row in read)
+            counts.promoted_seconds += time.perf_counter() - started
+        return [None if answer is False else answer is True for answer in found]
 
     def _damaged(self, problems: list[tuple[Row, Problem]]) -> None:
         """Have parts that cannot be used removed. One that was evicted or cleared meanwhile is not damaged."""
@@ -218,7 +227,7 @@ class DiskTier:
         # Asked for first: what is removed while the index answers is in one of the two.
         with self._shared.lock:
             damaged = set(self._shared.damaged)
-        found = self._question(lambda index: index.rows([Name(self._model, *part) for part in parts]), nothing)
+        found = self._question(lambda index: index.rows(self._model, parts), nothing)
         return [None if part in damaged else row for part, row in zip(parts, found, strict=True)]
 
     def touch(self, keys: Sequence[bytes]) -> None:

@@ -28,6 +28,10 @@ PAGE = 4096
 CHECKPOINT_PAGES = 256
 # Rows that one transaction changes at most: it bounds what one adds to the log.
 BATCH = 32
+# Parts that are written together: one transaction before their files are made, and one after.
+WRITES = 8
+# Later than any use.
+LATEST = 2**63 - 1
 # Names in one query.
 _QUERY = 500
 
@@ -76,6 +80,15 @@ class Use:
 
     clock: int
     at: float
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """A part to be stored. `partial`: it has less tokens than a block."""
+
+    row: Row
+    partial: bool
+    use: Use
 
 
 @dataclass(frozen=True)
@@ -227,20 +240,27 @@ class DiskIndex:
 
     def row(self, name: Name) -> Row | None:
         """What is known of a part that is ready."""
-        found = self._db.execute(
-            "SELECT key, parent, start, tokens, size, checksum FROM parts"
-            " WHERE model = ? AND key = ? AND part = ? AND state = 1",
-            name,
-        ).fetchone()
-        return Row(name, Address(*found[:4]), *found[4:]) if found is not None else None
+        return self.rows(name.model, [(name.key, name.part)])[0]
 
-    def rows(self, names: Sequence[Name]) -> list[Row | None]:
-        return [self.row(name) for name in names]
+    def rows(self, model: int, parts: Sequence[tuple[bytes, int]]) -> list[Row | None]:
+        """What is known of parts, of those that are ready."""
+        found: dict[tuple[bytes, int], Row] = {}
+        remaining = iter(dict.fromkeys(key for key, _ in parts))
+        while some := list(islice(remaining, _QUERY)):
+            rows = self._db.execute(
+                "SELECT key, parent, start, tokens, part, size, checksum FROM parts"
+                f" WHERE model = ? AND key IN ({','.join('?' * len(some))}) AND state = 1",
+                (model, *some),
+            ).fetchall()
+            for key, parent, start, tokens, part, size, checksum in rows:
+                found[key, part] = Row(Name(model, key, part), Address(key, parent, start, tokens), size, checksum)
+        return [found.get(part) for part in parts]
 
-    def oldest(self, count: int) -> list[tuple[Name, int]]:
-        """The parts that were not used for longest, and their sizes."""
+    def oldest(self, count: int, before: int = LATEST) -> list[tuple[Name, int]]:
+        """The parts that were not used for longest, and not since `before`, and their sizes."""
         rows = self._db.execute(
-            "SELECT model, key, part, size FROM parts WHERE state = 1 ORDER BY used LIMIT ?", (count,)
+            "SELECT model, key, part, size FROM parts WHERE state = 1 AND used < ? ORDER BY used LIMIT ?",
+            (before, count),
         ).fetchall()
         return [(Name(*row[:3]), row[3]) for row in rows]
 
@@ -269,22 +289,25 @@ class DiskIndex:
 
     # Changes, by one thread alone
 
-    def begin(self, row: Row, partial: bool, use: Use) -> None:
-        """A file will be made."""
-        node = (row.address.parent, row.address.start, row.address.tokens, partial)
-        self._db.execute(
-            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*row.name, *node, row.size, row.checksum, State.WRITING, use.clock, use.at, use.at),
-        )
+    def begin(self, new: Sequence[NewRow]) -> None:
+        """Files will be made."""
+        rows = []
+        for each in new:
+            row, node, use = each.row, each.row.address, each.use
+            about = (node.parent, node.start, node.tokens, each.partial, row.size, row.checksum)
+            rows.append((*row.name, *about, State.WRITING, use.clock, use.at, use.at))
+        self._change("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
-    def finish(self, row: Row, day: str) -> None:
-        """The file is there under its name."""
+    def finish(self, rows: Sequence[Row], day: str) -> None:
+        """The files are there under their names."""
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.execute("UPDATE parts SET state = 1 WHERE model = ? AND key = ? AND part = ?", row.name)
+            self._db.executemany(
+                "UPDATE parts SET state = 1 WHERE model = ? AND key = ? AND part = ?", [row.name for row in rows]
+            )
             self._db.execute(
                 "INSERT INTO written VALUES (?, ?) ON CONFLICT (day) DO UPDATE SET bytes = bytes + excluded.bytes",
-                (day, row.size),
+                (day, sum(row.size for row in rows)),
             )
 
     def leave(self, names: Sequence[Name]) -> None:

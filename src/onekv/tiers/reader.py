@@ -1,34 +1,37 @@
-"""Reading parts into memory of the caller's, several at once.
+"""Reading parts: each as a whole, checked, and only then put where it belongs.
 
-The caller waits: whatever happens, no thread writes to its memory after `read` has returned. A part that cannot be used
-is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
+The caller's thread reads, and one of this module's beside it. Each has a buffer of one part, which all that it reads
+goes through: the system copies into it, the checksum is taken of it, and what it holds is copied into the pool, all
+without the interpreter's lock. Parts that the caller gives memory for are read into that.
+The caller waits: whatever happens, no thread writes to its memory or calls its functions after `read` has returned. A
+part that cannot be used is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
 """
 
 import errno
 import os
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from .base import Buffer, Target
+from .base import Target
 from .folder import Folder
 from .image import Image
 from .index import Row
 from .shared import Shared
 from .writer import Writer
 
-READERS = 2
-# memoryview or numpy array: anything with nbytes.
-View = Any
+# Threads beside the caller's.
+READERS = 1
+# Files that tell whether all are in the system's memory.
+_SAMPLE = 4
 # What is wrong with a file.
 Problem = str | OSError
-# Bytes read at once: they are checked while the processor's cache has them.
-_CHUNK = 256 * 1024
-# Buffers that one system call takes.
-_VECTOR = min(1024, os.sysconf("SC_IOV_MAX"))
 # The process has run out of something: that says nothing about the file.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -38,12 +41,24 @@ class Readers:
         self._folder, self._hash, self._images, self._writer = folder, hash, images, writer
         self._shared: Shared = writer.shared
         self._threads: ThreadPoolExecutor | None = None
+        self._own = threading.local()
 
-    def read(self, rows: Sequence[Row], targets: Sequence[Target]) -> list[Problem | None]:
-        """Read what `rows` say to `targets`; what was wrong with each, if something was."""
-        futures = [self._pool.submit(self._load, row, target) for row, target in zip(rows, targets, strict=True)]
-        _finish(futures)
-        return [future.result() for future in futures]
+    def read(self, rows: Sequence[Row], targets: Sequence[Target], deadline: float) -> list[Problem | bool]:
+        """Read what `rows` say to `targets`: what was wrong with each, True if nothing was, False if time was over."""
+        answers: list[Problem | bool] = [False] * len(rows)
+        left = deque(zip(range(len(rows)), rows, targets, strict=True))
+        futures = [
+            self._pool.submit(self._load_some, left, answers, deadline) for _ in range(min(READERS, len(rows) - 1))
+        ]
+        try:
+            self._load_some(left, answers, deadline)
+        finally:
+            # If this is interrupted, nothing more is begun.
+            left.clear()
+            _finish(futures)
+        for future in futures:
+            future.result()
+        return answers
 
     def damaged(self, row: Row, problem: Problem) -> None:
         """A part that is there cannot be used."""
@@ -77,39 +92,74 @@ class Readers:
     # The threads.
 
     def _advise(self, names: list[tuple[bytes, int]]) -> None:
-        for key, part in names:
+        # If some here and there are in the system's memory, so are the others: asking for them would take time only.
+        if all(self._ask_for(*name, only_if_absent=True) for name in names[:: len(names) // _SAMPLE + 1]):
+            return
+        for name in names:
+            self._ask_for(*name)
+
+    def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
+        """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
+        try:
+            handle = _open(self._folder.path(self._hash, key, part))
+        except OSError:
+            # Reading it will tell.
+            return False
+        try:
+            if only_if_absent and _in_memory(handle, self._images[part].size - 1):
+                return True
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+            return False
+        finally:
+            os.close(handle)
+
+    def _load_some(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool], deadline: float) -> None:
+        """Read what is left, at least one, until the deadline."""
+        while left:
             try:
-                handle = _open(self._folder.path(self._hash, key, part))
-            except OSError:
-                # Reading it will tell.
-                continue
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(handle)
+                number, row, target = left.popleft()
+            except IndexError:
+                # Another thread was faster.
+                return
+            answers[number] = self._load(row, target) or True
+            if time.perf_counter() > deadline:
+                return
 
     def _load(self, row: Row, target: Target) -> Problem | None:
-        """Read and check a file; what is wrong with it, if something is."""
+        """Read and check a file, and put it where it belongs; what is wrong with it, if something is."""
         image = self._images[row.name.part]
         if row.size != image.size:
             return "a row of the index has another size than the model's blocks"
-        header = bytearray(image.header_size)
-        digest = xxhash.xxh3_128()
+        if isinstance(target.into, bytearray):
+            views = [memoryview(bytearray(image.header_size)), memoryview(target.into)]
+        else:
+            views = [self._buffer(image.size)]
         try:
-            path = self._folder.path(self._hash, row.name.key, row.name.part)
-            size = _read_file(path, image.size, [header, *target.into], digest)
+            size = _read_file(self._folder.path(self._hash, row.name.key, row.name.part), image.size, views)
         except OSError as error:
             return error
         if size != image.size:
             return "a file has a wrong size"
+        digest = xxhash.xxh3_128()
+        for view in views:
+            digest.update(view)
         if digest.digest() != row.checksum:
             return "a file does not match its checksum"
-        if header != image.header(self._hash, row.address):
+        if bytes(views[0][: image.header_size]) != image.header(self._hash, row.address):
             return "a file does not match its row of the index"
+        if not isinstance(target.into, bytearray):
+            target.into(views[0][image.header_size :])
         return None
 
+    def _buffer(self, size: int) -> memoryview:
+        """This thread's, which every part it reads goes through."""
+        buffer: memoryview | None = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = np.empty(max(image.size for image in self._images.values()), np.uint8).data
+        return buffer[:size]
 
-def _finish(futures: Sequence["Future[Problem | None]"]) -> None:
+
+def _finish(futures: Sequence[Future[None]]) -> None:
     """Wait for all, also when interrupted: what they write to is not theirs."""
     try:
         wait(futures)
@@ -118,44 +168,43 @@ def _finish(futures: Sequence["Future[Problem | None]"]) -> None:
             _finish(futures)
 
 
-def _read_file(path: str, size: int, buffers: Sequence[Buffer], digest: "xxhash.xxh3_128") -> int:
-    """The size of a file; if it is `size`, its content is in `buffers`, which together are as long, and in `digest`."""
+def _read_file(path: str, size: int, views: list[memoryview]) -> int:
+    """The size of a file; if it is `size`, its content is in `views`, which together are as long."""
     handle = _open(path)
     try:
         found = os.fstat(handle).st_size
         if found != size:
             return found
-        views = [buffer if isinstance(buffer, np.ndarray) else memoryview(buffer) for buffer in buffers]
-        # About `_CHUNK` bytes together: pieces of a block are alike, and there are hundreds of them.
-        together = max(1, min(_VECTOR, _CHUNK * len(views) // size))
-        return sum(_fill(handle, views[i : i + together], digest) for i in range(0, len(views), together))
+        got = os.readv(handle, views)
+        while 0 < got < size:
+            # A file system that gives less than it is asked for.
+            more = os.readv(handle, _after(views, got))
+            if not more:
+                break
+            got += more
+        return got
     finally:
         os.close(handle)
 
 
-def _fill(handle: int, views: Sequence[View], digest: "xxhash.xxh3_128") -> int:
-    """Read on into `views`; how many bytes there were for them."""
-    wanted = sum(view.nbytes for view in views)
-    got = os.readv(handle, views)
-    while 0 < got < wanted:
-        # A file system that gives less than it is asked for.
-        more = os.readv(handle, _after(views, got))
-        if not more:
-            break
-        got += more
-    for view in views:
-        digest.update(view)
-    return got
-
-
-def _after(views: Sequence[View], count: int) -> list[memoryview]:
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
     """What is left of `views` after their first `count` bytes."""
     left = []
     for view in views:
         if count < view.nbytes:
-            left.append(memoryview(view).cast("B")[count:])
+            left.append(view[count:])
         count = max(0, count - view.nbytes)
     return left
+
+
+def _in_memory(handle: int, place: int) -> bool:
+    """Whether a byte of a file can be read without the disk."""
+    if sys.platform != "linux":
+        return False
+    try:
+        return os.preadv(handle, [bytearray(1)], place, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
 
 
 def _open(path: str) -> int:

@@ -13,6 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 
+import numpy as np
+
 from .folder import Folder
 
 log = logging.getLogger("onekv.tiers")
@@ -41,9 +43,9 @@ class Staging:
 
     limit: int
     total: int = 0
-    _free: dict[int, list[bytearray]] = field(default_factory=dict)
+    _free: dict[int, list[memoryview]] = field(default_factory=dict)
 
-    def take(self, size: int) -> bytearray | None:
+    def take(self, size: int) -> memoryview | None:
         if free := self._free.get(size):
             return free.pop()
         for others in self._free.values():
@@ -52,9 +54,10 @@ class Staging:
         if self.total + size > self.limit:
             return None
         self.total += size
-        return bytearray(size)
+        # Not set to zero: it will be filled.
+        return np.empty(size, np.uint8).data
 
-    def give(self, buffer: bytearray) -> None:
+    def give(self, buffer: memoryview) -> None:
         self._free.setdefault(len(buffer), []).append(buffer)
 
 

@@ -5,17 +5,17 @@ A store is used by one thread, with a connection of its own: the writer's, or th
 
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder, file_size
-from .index import BATCH, CHECKPOINT_PAGES, PAGE, DiskIndex, Name, Row, Use
+from .index import BATCH, CHECKPOINT_PAGES, PAGE, WRITES, DiskIndex, Name, NewRow
 
 # What one transaction adds to the log at most, and what the log takes: it is written back after CHECKPOINT_PAGES.
 TRANSACTION = 4 * BATCH * PAGE
 LOG = CHECKPOINT_PAGES * PAGE + TRANSACTION
-# The log's own index, the tag, the lock, and pages that a row may add to the database.
-SMALL = 160 * 1024
+# The log's own index, the tag, the lock, and pages that rows may add to the database before the next look.
+SMALL = 64 * 1024 + 4 * WRITES * PAGE
 # A limit below this leaves no room for parts.
 LEAST_LIMIT = 2 * 1024 * 1024
 
@@ -47,19 +47,30 @@ class Store:
         self.folder, self.index = folder, index
         self._hashes = index.hashes()
 
-    def put(self, row: Row, partial: bool, use: Use, data: bytearray, day: str) -> None:
-        """Write a part's file. OSError: there is no such part, as before."""
-        path = self.folder.path(self._hashes[row.name.model], row.name.key, row.name.part)
-        self.index.begin(row, partial, use)
-        try:
-            _write(path, data)
-        except OSError:
-            # If even that fails the row stays, and the next open tries again.
-            with suppress(OSError):
-                self._unlink(row.name)
-                self.index.forget([row.name])
-            raise
-        self.index.finish(row, day)
+    def put(
+        self, new: Sequence[NewRow], data: Sequence[memoryview], day: str, made: Callable[[int], None]
+    ) -> list[OSError | None]:
+        """Write the files of at most `WRITES` parts; what went wrong with each: then there is no such part, as before.
+
+        `made` is told which of them will not be looked at any more, as soon as that is so.
+        """
+        self.index.begin(new)
+        errors: list[OSError | None] = []
+        gone: list[Name] = []
+        for number, name in enumerate(each.row.name for each in new):
+            try:
+                _write(self.folder.path(self._hashes[name.model], name.key, name.part), data[number])
+                errors.append(None)
+            except OSError as error:
+                errors.append(error)
+                # If even that fails the row stays, and the next open tries again.
+                with suppress(OSError):
+                    self._unlink(name)
+                    gone.append(name)
+            made(number)
+        self.index.finish([each.row for each, error in zip(new, errors, strict=True) if error is None], day)
+        self.index.forget(gone)
+        return errors
 
     def remove(self, names: Sequence[Name]) -> None:
         """Remove files, then their rows. OSError: those that are left are as they were."""
@@ -96,10 +107,10 @@ class Store:
         self.folder.unlink(self._hashes[name.model], name.key, name.part)
 
 
-def _write(path: str, data: bytearray) -> None:
+def _write(path: str, data: memoryview) -> None:
     handle = _create(path + TEMPORARY)
     try:
-        rest = memoryview(data)
+        rest = data
         while rest:
             rest = rest[os.write(handle, rest) :]
     finally:
@@ -113,8 +124,10 @@ def _create(path: str) -> int:
         return os.open(path, flags, 0o600)
     except FileNotFoundError:
         shard = os.path.dirname(path)
-        # One by one, so that a root that is gone stays gone.
-        for folder in (os.path.dirname(shard), shard):
-            with suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
+        try:
+            os.mkdir(shard, 0o700)
+        except FileNotFoundError:
+            # One by one, so that a root that is gone stays gone.
+            os.mkdir(os.path.dirname(shard), 0o700)
+            os.mkdir(shard, 0o700)
         return os.open(path, flags, 0o600)

@@ -1,6 +1,8 @@
 """The one thread that changes the folder: it stores, evicts, removes and keeps the order of use.
 
-Tasks are done in the order they came. Uses (`touch`) are merged by node and written at most once a second, and before
+Tasks are done in the order they came. Parts that follow each other in the queue are written together: their rows in one
+transaction, their files one after the other, their rows again in one; each buffer is free as soon as its file is made.
+Uses (`touch`) are merged by node and written at most once a second, and before
 anything is evicted or waited for. When the tier has failed the thread goes on, so that nobody waits for ever, and
 discards.
 """
@@ -15,59 +17,16 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from threading import Event, Thread
 
-import xxhash
-
-from .base import Address
 from .folder import Folder
-from .image import Image
-from .index import BATCH, DiskIndex, Name, Row, Use
+from .index import BATCH, LATEST, WRITES, DiskIndex, Name, NewRow, Row, Use
 from .shared import Shared
 from .store import Store
+from .tasks import Barrier, Clear, Drop, Job, Remove, Task, Write
 
 # Seconds that uses may wait to be written: a kill loses them.
 TOUCH_DELAY = 1.0
 # Free bytes that are left to the disk, so that the index can always be written.
 SPARE = 4 * 1024 * 1024
-
-
-@dataclass
-class Write:
-    """A part to be stored; `buffer` is its file, all but the header."""
-
-    address: Address
-    part: int
-    image: Image
-    buffer: bytearray
-    use: Use
-
-
-@dataclass(frozen=True)
-class Remove:
-    """A part that was found damaged."""
-
-    row: Row
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Parts that nobody wants any more, if they are there."""
-
-    parts: list[tuple[bytes, int]]
-
-
-@dataclass(frozen=True)
-class Clear:
-    """All parts of the model are to go."""
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """Someone waits until everything before it is done."""
-
-    reached: Event
-
-
-Task = Write | Remove | Drop | Clear | Barrier
 
 
 @dataclass(frozen=True)
@@ -99,11 +58,11 @@ class Writer:
 
     # Called by other threads.
 
-    def write(self, address: Address, part: int, image: Image, buffer: bytearray) -> None:
+    def write(self, row: Row, buffer: memoryview) -> None:
         with self.shared.lock:
-            task = Write(address, part, image, buffer, self._use())
-            self.pending[address.key, part] = task
-            self.shared.counts.queued_bytes += image.size
+            task = Write(row, buffer, self._use())
+            self.pending[task.part] = task
+            self.shared.counts.queued_bytes += row.size
             self._add(task)
 
     def remove(self, row: Row) -> None:
@@ -169,9 +128,12 @@ class Writer:
         return Use(self._clock, time.time())
 
     def _give_back(self, task: Write) -> None:
-        self.shared.counts.queued_bytes -= task.image.size
-        self.shared.staging.give(task.buffer)
-        self.shared.room.notify_all()
+        """The buffer is free, if it was not before."""
+        if task.buffer is not None:
+            self.shared.counts.queued_bytes -= task.row.size
+            self.shared.staging.give(task.buffer)
+            self.shared.room.notify_all()
+            task.buffer = None
 
     # The thread.
 
@@ -182,18 +144,18 @@ class Writer:
             self._store = Store(self.place.folder, index)
         except sqlite3.Error as error:
             self.shared.fail(error)
-        while (task := self._next()) is not None:
-            self._do(task)
-            self._end(task)
+        while (job := self._next()) is not None:
+            self._do(job)
+            self._end(job)
         if index is not None:
             index.close()
 
-    def _next(self) -> Task | None:
-        """The next task; None when there is none and none will come. Due uses are written meanwhile."""
+    def _next(self) -> Job | None:
+        """What to do next; None when there is nothing and will be nothing. Due uses are written meanwhile."""
         while True:
             with self.shared.lock:
                 if self._tasks:
-                    return self._tasks.popleft()
+                    return self._take()
                 wait = self._due - time.monotonic() if self._touched else None
                 if not self._stopping and (wait is None or wait > 0):
                     self.shared.work.wait(wait)
@@ -203,74 +165,105 @@ class Writer:
             # A barrier without a waiter: uses are written by `_do`.
             return Barrier(Event())
 
-    def _do(self, task: Task) -> None:
+    def _take(self) -> Job:
+        """The next task; if it is a part to be stored, those that follow it, too."""
+        task = self._tasks.popleft()
+        if not isinstance(task, Write):
+            return task
+        writes = [task]
+        while len(writes) < WRITES and self._tasks and isinstance(following := self._tasks[0], Write):
+            writes.append(following)
+            self._tasks.popleft()
+        return writes
+
+    def _do(self, job: Job) -> None:
         try:
             if self._store is not None and self.shared.failed is None:
-                self._perform(self._store, task)
+                self._perform(self._store, job)
                 return
         except sqlite3.Error as error:
             self.shared.fail(error)
         with self.shared.lock:
             self._touched.clear()
-            self.shared.counts.discarded += isinstance(task, Write)
+            self.shared.counts.discarded += len(job) if isinstance(job, list) else 0
 
-    def _perform(self, store: Store, task: Task) -> None:
-        if isinstance(task, Write):
-            self._write(store, task)
-        elif isinstance(task, Remove):
-            self._remove(store, task.row)
-        elif isinstance(task, Drop):
-            self._drop(store, task.parts)
-        elif isinstance(task, Clear):
+    def _perform(self, store: Store, job: Job) -> None:
+        if isinstance(job, list):
+            self._write(store, job)
+        elif isinstance(job, Remove):
+            self._remove(store, job.row)
+        elif isinstance(job, Drop):
+            self._drop(store, job.parts)
+        elif isinstance(job, Clear):
             self._clear(store)
         else:
             self._write_touches(store)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, job: Job) -> None:
         with self.shared.lock:
-            if isinstance(task, Write):
-                if self.pending.get((task.address.key, task.part)) is task:
-                    del self.pending[task.address.key, task.part]
-                self._give_back(task)
-            elif isinstance(task, Remove):
-                self.shared.damaged.discard((task.row.name.key, task.row.name.part))
-            elif isinstance(task, Drop):
-                self.shared.damaged.difference_update(task.parts)
-            elif isinstance(task, Clear):
+            if isinstance(job, list):
+                for task in job:
+                    if self.pending.get(task.part) is task:
+                        del self.pending[task.part]
+                    self._give_back(task)
+            elif isinstance(job, Remove):
+                self.shared.damaged.discard((job.row.name.key, job.row.name.part))
+            elif isinstance(job, Drop):
+                self.shared.damaged.difference_update(job.parts)
+            elif isinstance(job, Clear):
                 self.clearing -= 1
             else:
-                task.reached.set()
+                job.reached.set()
 
-    def _write(self, store: Store, task: Write) -> None:
-        name = Name(self.place.model, task.address.key, task.part)
-        if store.index.ready(name):
+    def _write(self, store: Store, tasks: list[Write]) -> None:
+        there = store.index.rows(self.place.model, [task.part for task in tasks])
+        tasks = [task for task, row in zip(tasks, there, strict=True) if row is None]
+        if not tasks:
             return
+        problem: OSError | None = None
         try:
-            stored = self._may_write(store, task.image.size) and self._put(store, name, task)
+            if self._may_write(store, tasks):
+                self._put(store, tasks)
+                return
         except OSError as error:
-            self._refused(error)
-            stored = False
-        if not stored:
-            self.shared.discard()
+            problem = error
+        if len(tasks) > 1:
+            # There is no room for all of them, but perhaps for some.
+            for task in tasks:
+                self._write(store, [task])
+            return
+        if problem is not None:
+            self._refused(problem)
+        elif store.overhead() + (size := tasks[0].row.size) > self.place.limit:
+            self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {self.place.limit}.")
+        self.shared.discard()
 
-    def _put(self, store: Store, name: Name, task: Write) -> bool:
-        header = task.image.header(self.place.hash, task.address)
-        task.buffer[: len(header)] = header
-        row = Row(name, task.address, len(task.buffer), xxhash.xxh3_128_digest(task.buffer))
+    def _put(self, store: Store, tasks: list[Write]) -> None:
+        full = 4 * self.place.block_tokens
         with self.shared.lock:
-            use = task.use
-        partial = len(task.address.tokens) < 4 * self.place.block_tokens
-        store.put(row, partial, use, task.buffer, _today())
+            new = [NewRow(task.row, len(task.row.address.tokens) < full, task.use) for task in tasks]
+
+        def made(number: int) -> None:
+            with self.shared.lock:
+                self._give_back(tasks[number])
+
+        data = [task.buffer for task in tasks if task.buffer is not None]
+        errors = store.put(new, data, _today(), made)
+        stored = [each.row for each, error in zip(new, errors, strict=True) if error is None]
         with self.shared.lock:
             counts = self.shared.counts
-            counts.files += row.size
-            counts.blocks += name.part >= 0
-            counts.writes += 1
-            counts.written_bytes += row.size
-        return True
+            counts.files += sum(row.size for row in stored)
+            counts.blocks += sum(row.name.part >= 0 for row in stored)
+            counts.writes += len(stored)
+            counts.written_bytes += sum(row.size for row in stored)
+            counts.discarded += len(new) - len(stored)
+        for error in errors:
+            if error is not None:
+                self._refused(error)
 
-    def _may_write(self, store: Store, size: int) -> bool:
+    def _may_write(self, store: Store, tasks: list[Write]) -> bool:
         """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
+        size = sum(task.row.size for task in tasks)
         budget = self.place.budget
         if budget is not None and store.index.written(_today()) + size > budget:
             self.shared.once(
@@ -278,20 +271,25 @@ class Writer:
             )
             return False
         self._write_touches(store)
-        if not self.make_room(store, size):
+        # Of several, none may take the place of what was used after it; one alone always gets a place.
+        with self.shared.lock:
+            before = min(task.use.clock for task in tasks) if len(tasks) > 1 else LATEST
+        if not self.make_room(store, size, before):
             return False
         if store.folder.free() < size + SPARE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return True
 
-    def make_room(self, store: Store, size: int) -> bool:
-        """Evict until `size` bytes more are within the limit; False if what is left is being read."""
+    def make_room(self, store: Store, size: int, before: int = LATEST) -> bool:
+        """Evict until `size` bytes more are within the limit; False if that takes parts that are to stay.
+
+        To stay are parts that are being read, or were used since `before`.
+        """
         limit = self.place.limit
         while (excess := self.shared.counts.files + (overhead := store.overhead()) + size - limit) > 0:
             if size and overhead + size > limit:
-                self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {limit}.")
                 return False
-            victims = self._victims(store, excess)
+            victims = self._victims(store, excess, before)
             if not victims:
                 return False
             self._remove_parts(store, victims)
@@ -299,11 +297,11 @@ class Writer:
                 self.shared.counts.evicted += len(victims)
         return True
 
-    def _victims(self, store: Store, excess: int) -> list[tuple[Name, int]]:
+    def _victims(self, store: Store, excess: int, before: int) -> list[tuple[Name, int]]:
         with self.shared.lock:
             expected = set(self.shared.expected)
         victims: list[tuple[Name, int]] = []
-        for name, size in store.index.oldest(BATCH + len(expected)):
+        for name, size in store.index.oldest(BATCH + len(expected), before):
             if excess <= 0 or len(victims) == BATCH:
                 break
             if name.model != self.place.model or (name.key, name.part) not in expected:
@@ -336,7 +334,7 @@ class Writer:
             self._refused(error)
 
     def _drop(self, store: Store, parts: list[tuple[bytes, int]]) -> None:
-        rows = store.index.rows([Name(self.place.model, *part) for part in parts])
+        rows = store.index.rows(self.place.model, parts)
         try:
             self._remove_parts(store, [(row.name, row.size) for row in rows if row is not None])
         except OSError as error:
