@@ -29,8 +29,8 @@ def test_bench_disk_writes_its_figures(capsys, tmp_path):
     assert {"read, page cache warm", "write"} <= set(speeds)
     for speed in speeds.values():
         assert speed["speed"] > 0 and speed["raw"] > 0 and speed["bytes"] >= 3 * peak["block"]
-    # Blocks are read straight into the pool.
-    assert 0 < peak["counted"] < peak["block"]
+    # Two threads read, each with a buffer of one block.
+    assert 0 < peak["counted"] < 3 * peak["block"]
     assert list(place.iterdir()) == []
 
 

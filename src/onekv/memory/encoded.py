@@ -1,7 +1,8 @@
 """Layers whose keys and values are stored encoded: attention over them, without a plain copy of more than one layer.
 
-New tokens are encoded as they are written, and all that is attended over is read back from the pool, the tokens of the
-step included: so the result does not depend on how a prompt is cut, or on what of it was cached.
+New tokens are encoded as they are written, keys without their centre if there is one (`formats.centre`), and all that
+is attended over is read back from the pool, the tokens of the step included: so the result does not depend on how a
+prompt is cut, or on what of it was cached.
 
     decode    the blocks of all rows are attended over as they are: on CUDA by a kernel, which also encodes the new
               token (`cuda_encoded`), on CPU tile by tile (`formats.attention`); else they are decoded as for a prompt
