@@ -61,6 +61,7 @@ def test_products_with_centres_are_products_of_factors_with_the_table(centre):
 def test_angles_are_those_of_the_table(centre):
     first, second = centre.rope.all_pairs(DIM)
     assert sorted([*first, *second]) == list(range(DIM))
+    assert mx.array_equal(centre.paired, centre.mean[:, mx.array([*first.tolist(), *second.tolist()])])
     turned = np.arange(1, 200)[:, None] * centre.rope.angles(DIM)
     table = np.array(centre.rope.table(DIM, 0, 1, 200)[0])[1:]
     turning = centre.rope.dims // 2

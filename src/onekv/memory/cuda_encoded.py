@@ -30,7 +30,7 @@ import numpy as np
 from .cuda import HEADER, LAST, LEAST, PLACE, THREAD_BLOCKS, THREADS, Constants, define, kernel_name, zero_counters
 from .formats import Codec
 from .formats.affine import Affine
-from .formats.centre import Centre, Rope
+from .formats.centre import Rope
 from .formats.rotation import rotation
 from .formats.turbo import Turbo, codebook
 from .layout import KVLayer
@@ -529,14 +529,6 @@ def _table(codec: Codec) -> "np.ndarray[Any, Any]":
 
 
 @cache
-def _paired(centre: Centre) -> mx.array:
-    """The mean of each head: the first channels of all pairs, then the second ones."""
-    mean = mx.array(np.array(centre.mean)[:, np.concatenate(centre.rope.all_pairs(DIM))])
-    mx.eval(mean)
-    return mean
-
-
-@cache
 def _rope(rope: Rope) -> mx.array:
     """Angles, channels of pairs, and cosines and sines of all pairs 0 to 15 positions on."""
     angles = rope.angles(DIM)
@@ -592,7 +584,7 @@ def encoded_decode(
     centred = (numbers, numbers, numbers)
     if stored.centre is not None:
         assert turns is not None
-        centred = (_paired(stored.centre), _rope(stored.centre.rope), turns)
+        centred = (stored.centre.paired, _rope(stored.centre.rope), turns)
     out: mx.array = kernel(
         inputs=[
             queries.astype(stored.dtype),

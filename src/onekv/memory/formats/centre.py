@@ -19,6 +19,7 @@ taken off and what is put back are the same numbers.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -97,6 +98,13 @@ class Centre:
         heads, dim = self.mean.shape
         turned = self.rope.turn(mx.broadcast_to(self.mean[None, :, None], (rows, heads, tokens, dim)), offset)
         return _without_first(turned, offset, tokens)
+
+    @cached_property
+    def paired(self) -> mx.array:
+        """The mean of each head: the first channels of all pairs, then the second ones."""
+        paired = mx.array(np.array(self.mean)[:, np.concatenate(self.rope.all_pairs(self.mean.shape[1]))])
+        mx.eval(paired)
+        return paired
 
     def factors(self, queries: mx.array) -> mx.array:
         """What the table is multiplied with for `queries` [heads, G, dim]; the sum is what centres add to products."""
