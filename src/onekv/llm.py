@@ -183,11 +183,12 @@ class LLM:
                 raise SettingError("an mlx-lm model was given without its tokenizer; pass tokenizer=...")
             self.name, self.model, self.tokenizer = type(model).__module__, model, tokenizer
             self.context = None
-        calibration = calibration_tokens(self.tokenizer) if parse(self.settings.kv_format).centred else ()
+        kv_format = parse(self.settings.kv_format)
+        calibration = calibration_tokens(self.tokenizer) if kv_format.centred else ()
         self.plan: Plan = make_plan(self.model, self.settings, self.context, calibration)
         self.plan.check()
-        if (warning := parse(self.settings.kv_format).warning) is not None:
-            log.warning("onekv: %s", warning)
+        if kv_format.warning is not None:
+            log.warning("onekv: %s", kv_format.warning)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)

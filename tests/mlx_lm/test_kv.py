@@ -1,7 +1,6 @@
 """KVCache and BatchKVCache against mlx-lm's own, for every public method; and that no KV moves."""
 
 import copy
-import gc
 import random
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from mlx_lm.models import cache as stock
 from onekv.memory.hook import attention, stock_attention
 from onekv.mlx_lm import BatchKVCache, KVCache, PoolFullError, installed
 from onekv.mlx_lm.slabs import POOL
+from rise import Rise
 
 HEADS, KEY, VALUE = 2, 8, 4
 
@@ -224,20 +224,6 @@ SHAPE = (1, 8, 4000, 64)
 ENTRY = 2 * 8 * 4000 * 64 * 4
 
 
-class Peak:
-    """How far memory rises in a block, in parts of `ENTRY`."""
-
-    def __enter__(self) -> "Peak":
-        gc.collect()
-        self._level = mx.get_active_memory()
-        mx.reset_peak_memory()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.rise = (mx.get_peak_memory() - self._level) / ENTRY
-        self.left = (mx.get_active_memory() - self._level) / ENTRY
-
-
 def entry() -> KVCache:
     cache = KVCache()
     cache.update_and_fetch(mx.zeros(SHAPE), mx.zeros(SHAPE))
@@ -258,7 +244,7 @@ def decode(cache: Any, rows: int = 1) -> None:
 
 def test_copies_rows_and_lengths_move_no_kv() -> None:
     caches = [entry() for _ in range(3)]
-    with Peak() as peak:
+    with Rise(ENTRY) as rise:
         copies = copy.deepcopy(caches)
         for cache in copies:
             cache.trim(10)
@@ -267,45 +253,45 @@ def test_copies_rows_and_lengths_move_no_kv() -> None:
         batch.filter([0, 2, 5])
         one = batch.extract(1)
         mx.eval(batch.offset, one.offset)
-    assert peak.rise < 0.001
+    assert rise.peak < 0.001
 
 
 def test_growth_moves_no_kv() -> None:
     cache = entry()
-    with Peak() as peak:
+    with Rise(ENTRY) as rise:
         for _ in range(300):
             decode(cache)
-    assert peak.rise < 0.2
-    with Peak() as peak:
+    assert rise.peak < 0.2
+    with Rise(ENTRY) as rise:
         decode(cache)
-    assert peak.rise < 0.05
+    assert rise.peak < 0.05
 
 
 def test_joining_a_batch_moves_no_kv() -> None:
     batch = KVCache.merge([entry() for _ in range(3)])
     decode(batch, 3)
-    with Peak() as steady:
+    with Rise(ENTRY) as steady:
         decode(batch, 3)
     joining = KVCache.merge([entry()])
     decode(joining, 1)
-    with Peak() as peak:
+    with Rise(ENTRY) as rise:
         batch.extend(joining)
         del joining
         decode(batch, 4)
     # A step's own scores, of one more row, are no part of joining; how many of them live at a time is MLX's affair. The
     # keys of the row that joins, copied, would be 0.5.
-    assert peak.rise - steady.rise * 4 / 3 < 0.1
+    assert rise.peak - steady.peak * 4 / 3 < 0.1
 
 
 def test_the_state_of_a_sequence_in_several_slabs_is_evaluated_where_it_is() -> None:
     cache = entry()
-    with Peak() as peak:
+    with Rise(ENTRY) as rise:
         fork = copy.deepcopy(cache)
         cache.update_and_fetch(mx.ones((1, 8, 3, 64)), mx.ones((1, 8, 3, 64)))
         fork.update_and_fetch(mx.ones((1, 8, 3, 64)), mx.ones((1, 8, 3, 64)))
         mx.eval([cache.state, fork.state])
         assert len(fork.state) == 3
-    assert peak.rise < 0.1
+    assert rise.peak < 0.1
 
 
 def test_slabs_are_counted_and_given_back() -> None:

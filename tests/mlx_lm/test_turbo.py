@@ -1,7 +1,6 @@
 """TurboQuantKVCache: encoded in memory, in copies and in files, and the same answers from all of them."""
 
 import copy
-import gc
 import importlib
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from onekv.errors import SettingError
 from onekv.memory.formats import parse
 from onekv.memory.hook import attention, stock_attention
 from onekv.mlx_lm import LRUPromptCache, TurboQuantKVCache, installed, to_turbo
+from rise import Rise
 from stock import small_llama, stock_logits
 
 LAYERS, HEADS, DIM = 4, 2, 64
@@ -303,20 +303,6 @@ LONG = 12000
 PLAIN_LAYER = 2 * 4 * LONG * HEADS * DIM
 # Sizes of buffers are rounded up.
 SLACK = 50_000
-
-
-class Rise:
-    """How far memory rises in a block, and what of it stays."""
-
-    def __enter__(self) -> "Rise":
-        gc.collect()
-        self._level = mx.get_active_memory()
-        mx.reset_peak_memory()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.peak = mx.get_peak_memory() - self._level
-        self.left = mx.get_active_memory() - self._level
 
 
 def step(model: Any, cache: list[Any], tokens: int) -> None:

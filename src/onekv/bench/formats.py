@@ -123,14 +123,11 @@ class _Side:
         """Store `count` tokens of random keys and values."""
         layout = self._memory.layout
         with self._memory.step([self._sequence], count) as caches:
-            for entry, cache in zip(layout.structure, caches, strict=True):
-                leaves = entry if isinstance(entry, tuple) else (entry,)
-                parts = cache.caches if isinstance(entry, tuple) else (cache,)
-                for leaf, part in zip(leaves, parts, strict=True):
-                    layer = layout.groups[leaf.group].layers[leaf.layer] if leaf.group >= 0 else None
-                    if layer is not None and layer.heads:
-                        shapes = [(1, layer.heads, count, dim) for dim in (layer.k_dim, layer.v_dim)]
-                        part.update_and_fetch(*(mx.random.normal(shape, layer.dtype) for shape in shapes))
+            for leaf, cache in layout.leaves(caches):
+                layer = layout.groups[leaf.group].layers[leaf.layer] if leaf.group >= 0 else None
+                if layer is not None and layer.heads:
+                    shapes = [(1, layer.heads, count, dim) for dim in (layer.k_dim, layer.v_dim)]
+                    cache.update_and_fetch(*(mx.random.normal(shape, layer.dtype) for shape in shapes))
         mx.eval(self._memory.arrays())
 
 

@@ -32,7 +32,7 @@ def calibration_tokens(tokenizer: Any) -> list[int]:
 def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
     """`layout` with the centres of all layers whose format wants them, as `tokens` show them."""
     wanted = {
-        Leaf(g, i): layer
+        Leaf(g, i)
         for g, group in enumerate(layout.groups)
         for i, layer in enumerate(group.layers)
         if layer.wants_centre
@@ -56,7 +56,7 @@ def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
 
 
 class _Watch:
-    def __init__(self, wanted: dict[Leaf, KVLayer]) -> None:
+    def __init__(self, wanted: set[Leaf]) -> None:
         self._wanted = wanted
         self.means: dict[Leaf, tuple[mx.array, Rope]] = {}
         # What rope has returned since keys were last stored, what it was given, and how it was called.
@@ -104,19 +104,16 @@ def _watched(layout: Layout, model: Module, found: _Watch) -> Iterator[list[Any]
     """mlx-lm's caches for `model`, which tell `found` what they store."""
     caches = stock_caches(model)
     telling: list[Any] = []
-    for entry, cache in zip(layout.structure, caches, strict=True):
-        leaves = entry if isinstance(entry, tuple) else (entry,)
-        parts = cache.caches if isinstance(entry, tuple) else (cache,)
-        for leaf, part in zip(leaves, parts, strict=True):
-            if leaf.group >= 0:
-                part.update_and_fetch = _telling(part.update_and_fetch, leaf, found)
-                telling.append(part)
+    for leaf, cache in layout.leaves(caches):
+        if leaf.group >= 0:
+            cache.update_and_fetch = _telling(cache.update_and_fetch, leaf, found)
+            telling.append(cache)
     try:
         yield caches
     finally:
         # A cache that refers to itself would live until the next collection.
-        for part in telling:
-            del part.update_and_fetch
+        for cache in telling:
+            del cache.update_and_fetch
 
 
 def _telling(update: Callable[..., Any], leaf: Leaf, found: _Watch) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ mlx-lm's own caches are made once and given to one lazy forward pass; nothing is
 every layer's kind, shape and dtype. Layers that keep the same tokens form a group and share their block tables.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +152,14 @@ class Layout:
     def codecs(self) -> str:
         """Names everything that decides what a stored token's bytes are."""
         return " ".join(layer.codecs for group in self.groups for layer in group.layers)
+
+    def leaves(self, caches: Sequence[Any]) -> Iterator[tuple[Leaf, Any]]:
+        """Where each of a model's caches, or part of a composite, is kept."""
+        for entry, cache in zip(self.structure, caches, strict=True):
+            if isinstance(entry, tuple):
+                yield from zip(entry, cache.caches, strict=True)
+            else:
+                yield entry, cache
 
     def build(self, make: Callable[[Leaf], Any]) -> list[Any]:
         """The list of caches the model expects, each leaf made by `make`."""

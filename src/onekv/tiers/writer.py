@@ -2,9 +2,8 @@
 
 Tasks are done in the order they came. Parts that follow each other in the queue are written together: their rows in one
 transaction, their files one after the other, their rows again in one; each buffer is free as soon as its file is made.
-Uses (`touch`) are merged by node and written at most once a second, and before
-anything is evicted or waited for. When the tier has failed the thread goes on, so that nobody waits for ever, and
-discards.
+Uses (`touch`) are merged by node and written at most once a second, and before anything is evicted or waited for. When
+the tier has failed the thread goes on, so that nobody waits for ever, and discards.
 """
 
 import errno

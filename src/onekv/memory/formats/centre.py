@@ -45,7 +45,6 @@ class Rope:
         """`rows` [n, heads, tokens, dim], the first token of each at `offset`."""
         if not self.dims:
             return rows
-        freqs = mx.array(self.freqs) if self.freqs is not None else None
         return mx.fast.rope(
             # On CUDA, MLX's rope reads rows that were broadcast from the wrong places.
             mx.contiguous(rows),
@@ -54,8 +53,12 @@ class Rope:
             base=self.base,
             scale=self.scale,
             offset=offset,
-            freqs=freqs,
+            freqs=self._divisors,
         )
+
+    @cached_property
+    def _divisors(self) -> mx.array | None:
+        return mx.array(self.freqs) if self.freqs is not None else None
 
     def pairs(self) -> Pairs:
         """The first and the second channels of all pairs."""
@@ -87,8 +90,7 @@ class Centre:
     def __init__(self, mean: mx.array, rope: Rope, found: str) -> None:
         self.mean, self.rope = mean.astype(mx.float32), rope
         self.name = f"{VERSION}-{found}"
-        self.matrix = mx.array(_matrix(np.array(self.mean), rope))
-        mx.eval(self.mean, self.matrix)
+        mx.eval(self.mean)
 
     def __repr__(self) -> str:
         return f"Centre({self.name})"
@@ -98,6 +100,12 @@ class Centre:
         heads, dim = self.mean.shape
         turned = self.rope.turn(mx.broadcast_to(self.mean[None, :, None], (rows, heads, tokens, dim)), offset)
         return _without_first(turned, offset, tokens)
+
+    # What follows is made where it is needed: the CUDA kernel reads `paired`, all else `matrix`.
+
+    @cached_property
+    def matrix(self) -> mx.array:
+        return mx.array(_matrix(np.array(self.mean), self.rope))
 
     @cached_property
     def paired(self) -> mx.array:
