@@ -10,7 +10,7 @@ $(VENV)/installed: pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'OneKV needs Python 3.10 or newer; try make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --editable '.[server]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[server,cpu]' --group dev
 	touch $@
 
 demo: $(VENV)/installed  ## fetch the default model and hold a three-turn conversation

@@ -18,6 +18,7 @@ from .config import Settings
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError
+from .memory import cpu_encoded
 from .memory.calibration import calibration_tokens
 from .memory.formats import parse
 from .memory.plan import Plan, make_plan
@@ -189,6 +190,8 @@ class LLM:
         self.plan.check()
         if kv_format.warning is not None:
             log.warning("onekv: %s", kv_format.warning)
+        if not kv_format.plain and mx.default_device() == mx.cpu and not cpu_encoded.installed():
+            log.warning("onekv: %s", cpu_encoded.SLOW)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)

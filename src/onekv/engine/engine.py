@@ -14,7 +14,8 @@ pool between steps, for about `LOAD_SECONDS` at a time.
 Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
 step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
 MLX would find the pool still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every
-step). The step in the air (`_flight`) is read before anything else touches the pool.
+step). The step in the air (`_flight`) is read before anything else touches the pool. Where the memory is `eager`, step
+t + 1 is computed as its graph is built, so step t must have ended before.
 """
 
 import time
@@ -271,6 +272,8 @@ class Engine:
         requests = list(self.running)
         ahead = 0 if flight is None else 1
         inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.drawn.tokens
+        if flight is not None and self.memory.eager:
+            mx.eval(flight.drawn.arrays())
         logits = self._forward(requests, inputs)
         drawn = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
         if flight is not None:

@@ -4,16 +4,17 @@ New tokens are encoded as they are written, keys without their centre if there i
 is attended over is read back from the pool, the tokens of the step included: so the result does not depend on how a
 prompt is cut, or on what of it was cached.
 
-    decode    the blocks of all rows are attended over as they are: on CUDA by a kernel, which also encodes the new
-              token (`cuda_encoded`), on CPU tile by tile (`formats.attention`); else they are decoded as for a prompt
+    decode    the blocks of all rows are attended over as they are: by a kernel, which also encodes the new token, on
+              CUDA (`cuda_encoded`) and on CPU (`cpu_encoded`); without it, on CPU tile by tile (`formats.attention`);
+              else they are decoded as for a prompt
     prompt    this layer's keys and values are decoded, in the rotated basis; queries are rotated, outputs unrotated
     else      a model with an attention of its own gets them as it would have stored them
 """
 
 import mlx.core as mx
 
+from . import cpu_encoded, cuda_encoded
 from .attention import chunk_attention
-from .cuda_encoded import encoded_decode, most_queries, supported
 from .formats.attention import attend
 from .formats.centre import Centre
 from .hook import Mask, stock_attention
@@ -25,7 +26,8 @@ from .pool import LayerArrays
 class EncodedLayer(PagedLayer):
     def __init__(self, holder: StepHolder, group: int, arrays: LayerArrays, block_size: int, stored: KVLayer) -> None:
         super().__init__(holder, group, arrays, block_size, stored)
-        self._kernels = supported(stored, block_size)
+        self.eager = cpu_encoded.supported(stored, block_size)
+        self._kernels = self.eager or cuda_encoded.supported(stored, block_size)
 
     def _write(self) -> None:
         if self._unwritten is not None:
@@ -98,15 +100,9 @@ class EncodedLayer(PagedLayer):
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
         reach = step.reach(mask) if self._kernels and step.count == 1 and step.owns(mask) else None
-        if reach is not None and queries.shape[1] <= most_queries(self._stored) * self._stored.heads:
+        if reach is not None and step.rule.chunk is None and self._few(queries):
             self.attended = True
-            new, self._unwritten = self._unwritten, None
-            stored, turns = self._stored, None
-            if stored.centre is not None:
-                turns = self._holder.turns.starts(stored.centre.rope, stored.k_dim, max(step.lengths) + 1)
-            return encoded_decode(
-                queries, self._arrays, stored, new, step.grid, step.positions, reach, scale, sinks, turns
-            )
+            return self._attend_by_kernel(queries, reach, scale, sinks)
         self._write()
         if step.count > 1 or step.rule.chunk is not None or not step.owns(mask):
             if step.count == 1 and self.direct:
@@ -117,6 +113,29 @@ class EncodedLayer(PagedLayer):
         if self._gpu:
             return self._attend_slots(queries, scale, mask, sinks)
         return self._attend_encoded(queries, scale, mask, sinks)
+
+    def _few(self, queries: mx.array) -> bool:
+        """Whether a kernel can take so many queries for each KV head."""
+        return self.eager or queries.shape[1] <= cuda_encoded.most_queries(self._stored) * self._stored.heads
+
+    def _attend_by_kernel(
+        self, queries: mx.array, reach: tuple[int, int], scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """One query token per row; the new token is stored too."""
+        step, stored, arrays, turns = self._step, self._stored, self._arrays, None
+        new, self._unwritten = self._unwritten, None
+        rope = stored.centre.rope if stored.centre is not None else None
+        if self.eager:
+            if rope is not None:
+                turns = self._holder.turns.table(step, rope, stored.k_dim)
+            return cpu_encoded.encoded_decode(
+                queries, arrays, stored, new, step.grid, step.lengths, reach, scale, sinks, turns
+            )
+        if rope is not None:
+            turns = self._holder.turns.starts(rope, stored.k_dim, max(step.lengths) + 1)
+        return cuda_encoded.encoded_decode(
+            queries, arrays, stored, new, step.grid, step.positions, reach, scale, sinks, turns
+        )
 
     def _attend_decoded(self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
         stored = self._stored

@@ -2,7 +2,7 @@
 
 The way of a forward pass: `step` makes room in the tables, brings the recurrent states of those sequences into the
 layers, and makes the step current; the model runs; the sequences are longer by what was stored. Everything is lazy
-until the caller evaluates `arrays()`.
+until the caller evaluates `arrays()`, except where layers are `eager`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -95,6 +95,11 @@ class KVMemory:
     def attended(self) -> list[PagedLayer]:
         """The layers whose last decode step attended over the pool."""
         return [layer for layer in self._layers if layer.attended]
+
+    @property
+    def eager(self) -> bool:
+        """Whether decode steps are computed, in part, while the model is called."""
+        return any(layer.eager for layer in self._layers)
 
     @property
     def exact(self) -> bool:

@@ -44,6 +44,8 @@ class PagedLayer(Attends):
         self.direct = False
         # Whether the last decode step attended over the pool.
         self.attended = False
+        # Whether decode steps compute this layer while the model is called, not when the step is evaluated.
+        self.eager = False
         self._gpu = mx.default_device() == mx.gpu
         self._kernels = stored.format.plain and supported(arrays, block_size)
         # On CPU, gather_mm takes float32 alone.

@@ -50,6 +50,11 @@ class Grid:
     def base(self) -> mx.array:
         return mx.array(self._base)
 
+    @cached_property
+    def numbers(self) -> tuple[Integers, Integers]:
+        """`ids` and `base` for compiled loops."""
+        return self._ids.astype(np.int64), self._base.astype(np.int64)
+
     @property
     def slots(self) -> int:
         """Slots of a row."""

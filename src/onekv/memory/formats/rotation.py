@@ -33,7 +33,8 @@ class Rotation:
         self.dim = dim
         self.odd, self.power = split(dim)
         self.signs = mx.array(signs(dim))
-        self._hartley = mx.array(hartley(self.odd))[..., None]
+        self.matrix = hartley(self.odd)
+        self._hartley = mx.array(self.matrix)[..., None]
 
     def apply(self, rows: mx.array) -> mx.array:
         """Rotated rows in float32."""

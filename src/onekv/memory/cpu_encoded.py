@@ -1,0 +1,142 @@
+"""Decode attention over encoded blocks on CPU by compiled loops (`cpu_kernel`), where numba is installed.
+
+MLX has no way to put such loops into its graph. So what they need is evaluated first, they run at once on the pool's
+memory, and what they give is a new array: a layer is computed when the model calls it, not when the step is evaluated
+(`Engine` waits for the step before). The pool is written without MLX knowing, between its own uses of it. Views of it
+end with the call, or the next write of MLX's would copy it.
+"""
+
+import functools
+import logging
+import threading
+from importlib.util import find_spec
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .formats import Codec
+from .formats.affine import Affine
+from .formats.centre import Centre, Rope
+from .formats.rotation import rotation
+from .formats.turbo import Turbo, codebook
+from .layout import KVLayer
+from .pairs import Grid
+from .pool import LayerArrays
+
+log = logging.getLogger("onekv")
+
+Array = np.ndarray[Any, Any]
+NOTHING = np.zeros(0, np.float32)
+# Said when it takes longer than that to load what was compiled.
+COMPILING = "onekv: compiling attention over encoded KV for this processor; that is done once and takes about 20 s"
+COMPILING_SECONDS = 2.0
+SLOW = "numba is not installed, so decoding with this --kv-format is slow on CPU; run pip install 'onekv[cpu]'"
+
+
+def supported(stored: KVLayer, block_size: int) -> bool:
+    """Whether a layer stored like this can be read so, here."""
+    known = all(isinstance(codec, Affine | Turbo) for codec in (stored.keys, stored.values))
+    return known and block_size % 4 == 0 and mx.default_device() == mx.cpu and installed()
+
+
+@functools.cache
+def installed() -> bool:
+    return find_spec("numba") is not None
+
+
+def encoded_decode(
+    queries: mx.array,
+    arrays: LayerArrays,
+    stored: KVLayer,
+    new: tuple[mx.array, mx.array] | None,
+    grid: Grid,
+    positions: list[int],
+    reach: tuple[int, int],
+    scale: float,
+    sinks: mx.array | None,
+    turns: mx.array | None,
+) -> mx.array:
+    """Attention of `queries` [rows, query heads, 1, dim], one token per row, over what `arrays` hold and the `new`
+    token, which is encoded and stored.
+
+    `reach` is (window, kept tokens). A centred layer needs the `turns.table` of the step.
+    """
+    rows, query_heads, _, dim = queries.shape
+    fresh = new if new is not None else (mx.zeros((0, 1, 1, dim)), mx.zeros((0, 1, 1, stored.v_dim)))
+    inputs = [array.astype(mx.float32) for array in (queries, *fresh)]
+    others = [array.astype(mx.float32) for array in (sinks, turns) if array is not None]
+    mx.eval(inputs, others, arrays.all)
+    asked = (
+        stored.heads,
+        *(_contiguous(array)[:, :, 0] for array in inputs),
+        float(scale),
+        np.asarray(others[0]) if sinks is not None else NOTHING,
+    )
+    centres = _centres(
+        stored.centre, np.ascontiguousarray(np.asarray(others[-1])) if turns is not None else NOTHING.reshape(0, 0, 0)
+    )
+    reads = (*grid.numbers, np.array(positions), *reach, grid.block_size)
+    out = np.empty((rows, query_heads, stored.v_dim), np.float32)
+    rotations = _rotation(dim), _rotation(stored.v_dim)
+    _decode(asked, rotations, _side(stored.keys, arrays.keys), _side(stored.values, arrays.values), centres, reads, out)
+    return mx.array(out)[:, :, None].astype(queries.dtype)
+
+
+def _decode(*arguments: Any) -> None:
+    # Not before it is needed: this imports numba.
+    from .cpu_kernel import decode
+
+    if decode.signatures:
+        decode(*arguments)
+        return
+    told = threading.Timer(COMPILING_SECONDS, log.warning, [COMPILING])
+    told.start()
+    try:
+        decode(*arguments)
+    finally:
+        told.cancel()
+
+
+def _contiguous(array: mx.array) -> Array:
+    """[rows, heads, 1, dim]: what is not in that order in memory, as where a model swaps axes, is copied."""
+    return np.ascontiguousarray(np.asarray(array))
+
+
+def _side(codec: Codec, parts: list[mx.array]) -> tuple[Any, ...]:
+    from .cpu_kernel import AFFINE
+
+    codes, scales, biases = (np.asarray(part) for part in (parts[0], parts[1], parts[-1]))
+    bits, *book = _book(codec)
+    kind = bits + AFFINE if isinstance(codec, Affine) else bits
+    codes = codes.view(np.uint8)
+    flat = (codes.reshape(-1), *(part.view(np.uint16).reshape(-1) for part in (scales, biases)))
+    return (kind, *codes.shape[1:], scales.shape[2], *flat, *book)
+
+
+@functools.cache
+def _book(codec: Codec) -> tuple[int, Array, Array, Array]:
+    """Bits; the two numbers of each byte's pair of codes as one double, the codebook, and what lies between."""
+    assert isinstance(codec, Affine | Turbo)
+    if isinstance(codec, Affine):
+        return codec.bits, np.zeros(0), NOTHING, NOTHING
+    book = codebook(codec.dim, codec.bits)[0]
+    edges = ((book[1:] + book[:-1]) / 2).astype(np.float32)
+    return codec.bits, np.array(codec.read_table).view(np.float64), book.astype(np.float32), edges
+
+
+@functools.cache
+def _rotation(dim: int) -> tuple[Array, Array]:
+    return np.array(rotation(dim).signs), rotation(dim).matrix
+
+
+def _centres(centre: Centre | None, turns: Array) -> tuple[Array, ...]:
+    if centre is None:
+        return (NOTHING.reshape(0, 0), *_channels(Rope(), 0), turns)
+    return (np.asarray(centre.mean), *_channels(centre.rope, centre.mean.shape[1]), turns)
+
+
+@functools.cache
+def _channels(rope: Rope, dim: int) -> tuple[Array, Array, Array]:
+    first, second = rope.pairs()
+    return first, second, np.arange(rope.dims, dim)
