@@ -6,8 +6,9 @@ Three processes, one after the other, each with the model loaded anew and the sa
     second   restart: continues the conversation, its full blocks from disk, beside a cold prefill of all of it. The
              time is to the first token; the tokens of both must be the same
              read: brings the conversation into the pool, from the request for it until all is loaded, beside reading
-             the same files into one buffer, one after the other. Page cache warm for both (the files were read just
-             before) and cold for both (flushed and dropped with posix_fadvise, where there is that)
+             the same files, one after the other, into one buffer again and again (which stays in the processor's cache)
+             and into memory that holds them all, as the pool must. Page cache warm for all (the files were read just
+             before) and cold for all (flushed and dropped with posix_fadvise, where there is that)
              write: stores the conversation's blocks in a new folder until the last is written, beside writing files of
              the same sizes. Neither waits for the disk (no fsync); what was left to write before is flushed first
     third    peak: what promoting adds to memory beyond the pool. `counted` is MLX's peak and Python's (tracemalloc),
@@ -30,7 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -51,6 +52,7 @@ ADDED, ANSWER = 16, 8
 # Tokens that the pool has room for beside the conversation.
 SPARE = 1024
 Kind = TypeVar("Kind")
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,16 @@ class Restart:
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes per second. `by_its_own_count`: as the tier's statistics say it, for reads."""
+    """Bytes per second. For reads, also `by_its_own_count`, as the tier's statistics say it, and `raw_kept`: plain
+    files, read into memory that holds them all.
+    """
 
     what: str
     bytes: int
     speed: float
-    by_its_own_count: float | None
     raw: float
+    by_its_own_count: float | None = None
+    raw_kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -199,27 +204,25 @@ def _reads(case: Case, engine: Engine, tokens: list[int]) -> list[Speed]:
     states: dict[str, Callable[[list[Path]], object]] = {"warm": _read}
     if hasattr(os, "posix_fadvise"):
         states["cold"] = _drop
-    promoted: dict[str, list[float]] = {state: [] for state in states}
-    counted: dict[str, list[float]] = {state: [] for state in states}
-    raw: dict[str, list[float]] = {state: [] for state in states}
+    one, all_of_them = (np.ones(most, np.uint8) for most in (max(file.stat().st_size for file in files), size))
+    figures: dict[str, list[tuple[float, ...]]] = {state: [] for state in states}
     for turn in range(case.rounds + 1):
         for state, prepare in states.items():
             prepare(files)
             speeds = _promote(engine, tokens)
-            prepare(files)
-            seconds = _read(files)
+            for kept in (one, all_of_them):
+                prepare(files)
+                speeds = (*speeds, size / _read(files, kept))
             if turn:
-                promoted[state].append(speeds[0])
-                counted[state].append(speeds[1])
-                raw[state].append(size / seconds)
-    median = statistics.median
-    return [
-        Speed(f"read, page cache {state}", size, median(promoted[state]), median(counted[state]), median(raw[state]))
-        for state in states
-    ]
+                figures[state].append(speeds)
+    results = []
+    for state in states:
+        speed, own, raw, raw_kept = (statistics.median(column) for column in zip(*figures[state], strict=True))
+        results.append(Speed(f"read, page cache {state}", size, speed, raw, own, raw_kept))
+    return results
 
 
-def _promote(engine: Engine, tokens: list[int]) -> tuple[float, float]:
+def _promote(engine: Engine, tokens: list[int]) -> tuple[float, ...]:
     """Bring the conversation into the pool and forget it there; bytes per second by the clock and by the tier."""
     prefix, tier = _prefix(engine), engine.tier
     assert tier is not None
@@ -256,7 +259,7 @@ def _writes(case: Case, engine: Engine, tokens: list[int]) -> Speed:
         if turn:
             stored.append(size / ours)
             raw.append(sum(sizes) / theirs)
-    return Speed("write", size, statistics.median(stored), None, statistics.median(raw))
+    return Speed("write", size, statistics.median(stored), statistics.median(raw))
 
 
 def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
@@ -278,14 +281,17 @@ def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
 # Plain files
 
 
-def _read(files: list[Path]) -> float:
-    """Seconds to read all files, one after the other."""
-    buffer = memoryview(bytearray(max(file.stat().st_size for file in files)))
-    begin = time.perf_counter()
+def _read(files: list[Path], into: Bytes | None = None) -> float:
+    """Seconds to read all files, one after the other: into memory that holds all, or again and again into less."""
+    room = (into if into is not None else np.empty(max(file.stat().st_size for file in files), np.uint8)).data
+    begin, place = time.perf_counter(), 0
     for file in files:
         handle = os.open(file, os.O_RDONLY)
-        while os.readv(handle, [buffer]):
-            pass
+        size = os.fstat(handle).st_size
+        if place + size > len(room):
+            place = 0
+        while count := os.readv(handle, [room[place : place + size]]):
+            place, size = place + count, size - count
         os.close(handle)
     return time.perf_counter() - begin
 
@@ -382,6 +388,9 @@ def _format(restart: Restart, speeds: list[Speed], peak: Peak) -> str:
         rows.append([speed.what, _rate(speed.speed), _rate(speed.raw), f"{speed.speed / speed.raw:.0%}", least])
         if (own := speed.by_its_own_count) is not None:
             rows.append(["by the tier's own count", _rate(own), "", f"{own / speed.raw:.0%}", ""])
+        if (kept := speed.raw_kept) is not None:
+            what = "beside files read into memory for all"
+            rows.append([what, _rate(speed.speed), _rate(kept), f"{speed.speed / kept:.0%}", ""])
     for name, size, most in (("peak beyond the pool", peak.counted, "< 4"), ("as resident memory", peak.resident, "")):
         if size is not None:
             rows.append([name, format_size(size), "", f"{size / peak.block:.2f} blocks", most])
