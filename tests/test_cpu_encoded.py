@@ -79,6 +79,16 @@ def test_a_row_gives_the_same_alone_and_beside_others():
         assert mx.array_equal(decode(alone, rope)[0], out[row])
 
 
+def test_the_result_does_not_depend_on_where_arrays_lie():
+    """Loops are compiled in several ways, chosen by the distance of their arrays: all add in the same order."""
+    shape = ("ktq4vq8", mx.float32, 2, (150,), Rule(), 20, False, Rope(256, False, 10000.0), 256)
+    case, rope = Case(*shape), shape[7]
+    expected, size, others = decode(case, rope), np.random.default_rng(0), []
+    for _ in range(400):
+        others = [*others[-30:], np.empty(size.integers(1, 3000), np.float32)]
+        assert mx.array_equal(decode(case, rope, new=False), expected)
+
+
 @pytest.mark.parametrize("kv_format", ["q8", "q4", "tq3"])
 def test_what_is_not_a_number_is_not_lost(kv_format):
     """Neither where it is stored already nor in a new token; other heads do not see it."""
@@ -105,7 +115,7 @@ def test_only_for_codes_and_block_sizes_that_the_loops_know(monkeypatch):
     assert supported(stored, 64) == (mx.default_device() == mx.cpu)
     assert not supported(stored, 18)
     assert not supported(KVLayer("layer 0", 2, 64, 64, mx.float32, parse("kautov4")), 64)
-    monkeypatch.setattr(cpu_encoded, "installed", lambda: False)
+    monkeypatch.setattr(cpu_encoded, "why_not", lambda: "no")
     assert not supported(stored, 64)
 
 
@@ -118,7 +128,7 @@ def test_without_numba_decoding_is_the_same(kv_format, monkeypatch):
     engine = engine_of(model, **settings)
     assert engine.memory.eager
     expected = [request.tokens for request in run(engine, prompts, count=20)]
-    monkeypatch.setattr(cpu_encoded, "installed", lambda: False)
+    monkeypatch.setattr(cpu_encoded, "why_not", lambda: "no")
     engine = engine_of(model, **settings)
     assert not engine.memory.eager
     assert [request.tokens for request in run(engine, prompts, count=20)] == expected
@@ -126,10 +136,19 @@ def test_without_numba_decoding_is_the_same(kv_format, monkeypatch):
 
 @pytest.mark.parametrize("kv_format, warnings", [("q4", 1), ("auto", 0)])
 def test_a_missing_numba_is_told(kv_format, warnings, monkeypatch, caplog):
-    monkeypatch.setattr(cpu_encoded, "installed", lambda: False)
+    why_not = cpu_encoded.why_not.__wrapped__
+    monkeypatch.setattr(cpu_encoded, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu_encoded, "why_not", why_not)
     with LLM("smollm2-135m", kv_format=kv_format, kv_memory="64MB"):
         pass
-    assert [record.getMessage() for record in caplog.records].count(f"onekv: {cpu_encoded.SLOW}") == warnings
+    told = [record.getMessage() for record in caplog.records if "numba is not installed" in record.getMessage()]
+    assert len(told) == warnings and all("onekv[cpu]" in text for text in told)
+
+
+def test_a_numba_that_cannot_be_imported_is_told(monkeypatch):
+    monkeypatch.setattr(cpu_encoded, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert "numba cannot be used" in cpu_encoded.why_not.__wrapped__()
 
 
 def test_decoding_takes_no_memory_and_leaves_the_pool_where_it_is():
@@ -144,17 +163,28 @@ def test_decoding_takes_no_memory_and_leaves_the_pool_where_it_is():
     assert rise.peak < smallest
 
 
-def test_compiling_is_told(tmp_path):
-    """In a process that finds nothing compiled, one line says what takes so long."""
-    code = (
-        "import logging; logging.basicConfig()\n"
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from test_cpu_encoded import Case, decode, mx, Rule\n"
-        "decode(Case('q8', mx.float32, 2, (10,), Rule(), 64, False, None, 64), None)\n"
-    )
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stderr.count("compiling attention over encoded KV") == 1
+USE = """
+import logging, sys
+logging.basicConfig()
+sys.path.insert(0, "tests")
+from test_cpu_encoded import Case, decode, mx, Rule
+case = Case("q8", mx.float32, 2, (10,), Rule(), 64, False, None, 64)
+assert case.error(decode(case, None)) < 2e-5
+"""
+
+
+def in_new_process(**environment: str) -> str:
+    """What a process that decodes says."""
+    environment = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", USE], env=environment, capture_output=True, text=True, check=True)
+    return done.stderr
+
+
+def test_what_is_compiled_is_kept_and_said_once(tmp_path):
+    assert in_new_process(NUMBA_CACHE_DIR=str(tmp_path)).count("compiling attention over encoded KV") == 1
     assert list(tmp_path.rglob("cpu_kernel.decode*.nbi"))
-    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "compiling" not in again.stderr
+    assert "compiling" not in in_new_process(NUMBA_CACHE_DIR=str(tmp_path))
+
+
+def test_without_a_folder_to_keep_it_in_each_process_compiles():
+    assert in_new_process(NUMBA_CACHE_LOCATOR_CLASSES="IPythonCacheLocator").count("compiling attention") == 1

@@ -190,8 +190,8 @@ class LLM:
         self.plan.check()
         if kv_format.warning is not None:
             log.warning("onekv: %s", kv_format.warning)
-        if not kv_format.plain and mx.default_device() == mx.cpu and not cpu_encoded.installed():
-            log.warning("onekv: %s", cpu_encoded.SLOW)
+        if not kv_format.plain and mx.default_device() == mx.cpu and (reason := cpu_encoded.why_not()) is not None:
+            log.warning("onekv: %s", reason)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)

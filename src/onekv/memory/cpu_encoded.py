@@ -31,18 +31,26 @@ NOTHING = np.zeros(0, np.float32)
 # Said when it takes longer than that to load what was compiled.
 COMPILING = "onekv: compiling attention over encoded KV for this processor; that is done once and takes about 20 s"
 COMPILING_SECONDS = 2.0
-SLOW = "numba is not installed, so decoding with this --kv-format is slow on CPU; run pip install 'onekv[cpu]'"
+SLOW = "so decoding with this --kv-format is slow on CPU; run pip install -U 'onekv[cpu]'"
 
 
 def supported(stored: KVLayer, block_size: int) -> bool:
     """Whether a layer stored like this can be read so, here."""
     known = all(isinstance(codec, Affine | Turbo) for codec in (stored.keys, stored.values))
-    return known and block_size % 4 == 0 and mx.default_device() == mx.cpu and installed()
+    return known and block_size % 4 == 0 and mx.default_device() == mx.cpu and why_not() is None
 
 
 @functools.cache
-def installed() -> bool:
-    return find_spec("numba") is not None
+def why_not() -> str | None:
+    """None if numba can be used, else the reason and what to do about it."""
+    if find_spec("numba") is None:
+        return f"numba is not installed, {SLOW}"
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        # It refuses a numpy that is newer than itself.
+        return f"numba cannot be used ({error}), {SLOW}"
+    return None
 
 
 def encoded_decode(
@@ -73,9 +81,7 @@ def encoded_decode(
         float(scale),
         np.asarray(others[0]) if sinks is not None else NOTHING,
     )
-    centres = _centres(
-        stored.centre, np.ascontiguousarray(np.asarray(others[-1])) if turns is not None else NOTHING.reshape(0, 0, 0)
-    )
+    centres = _centres(stored.centre, _contiguous(others[-1]) if turns is not None else NOTHING.reshape(0, 0, 0))
     reads = (*grid.numbers, np.array(positions), *reach, grid.block_size)
     out = np.empty((rows, query_heads, stored.v_dim), np.float32)
     rotations = _rotation(dim), _rotation(stored.v_dim)
@@ -99,7 +105,7 @@ def _decode(*arguments: Any) -> None:
 
 
 def _contiguous(array: mx.array) -> Array:
-    """[rows, heads, 1, dim]: what is not in that order in memory, as where a model swaps axes, is copied."""
+    """What is not in its order in memory, as where a model swaps axes, is copied."""
     return np.ascontiguousarray(np.asarray(array))
 
 

@@ -31,8 +31,10 @@ taken four at a time: where fewer are left, rows of zeros stand in for them.
 numba. An index that may be negative is taken for one from the end, and small integers for large ones; then there are no
 vector instructions. So indices of inner loops are unsigned, into flat arrays, and codes are narrowed before they become
 floats. Using an array of a tuple counts references: not in inner loops. Of the fast-math rules, those that would lose
-NaN are left out. What is compiled is kept on disk, and made again when this file changes: so it calls nothing compiled
-that is elsewhere, and takes no tuple with a class of its own, which a later version may not have.
+NaN are left out. Loops that store are compiled twice, for arrays that lie apart in memory and for others; results must
+not depend on that, so only loops that store nothing may choose the order in which they add (`adding`). What is compiled
+is kept on disk, and made again when this file changes: so it calls nothing compiled that is elsewhere, and takes no
+tuple with a class of its own, which a later version may not have.
 """
 
 from typing import Any
@@ -65,11 +67,21 @@ SMALLEST_HALF, HALF_STEPS = np.float32(2.0**-14), np.float32(2.0**24)
 f32, i32, u8, u16, u32, u64 = np.float32, np.int32, np.uint8, np.uint16, np.uint32, np.uint64
 ONE, TWO, THREE, FOUR = u64(1), u64(2), u64(3), u64(4)
 
-RULES = {"reassoc", "contract", "nsz", "arcp"}
+RULES = {"contract", "nsz"}
 compiled = njit(nogil=True, error_model="numpy", fastmath=RULES)
+# Sums may be added up in any order, which is then the same for all sums of that length.
+adding = njit(nogil=True, error_model="numpy", fastmath={*RULES, "reassoc"})
 
 
-@njit(nogil=True, error_model="numpy", fastmath=RULES, cache=True)
+def kept(function: Any) -> Any:
+    """Compiled, and kept on disk if numba finds a folder that it may write to; else each process compiles it."""
+    try:
+        return njit(nogil=True, error_model="numpy", fastmath=RULES, cache=True)(function)
+    except RuntimeError:
+        return compiled(function)
+
+
+@kept
 def decode(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any, reads: Any, out: Array) -> None:
     """`out` [rows, query heads, value dim]."""
     heads, queries, new_keys = inputs[0], inputs[1], inputs[2]
@@ -134,7 +146,7 @@ def _prepare(
     mean, first, second, still, _ = centres
     query_heads, dim = queries.shape[1], queries.shape[2]
     for i in range(query_heads):
-        own, head, to, total = queries[row, i].copy(), i // (query_heads // heads), i * dim, f32(0)
+        own, head, to = queries[row, i].copy(), i // (query_heads // heads), i * dim
         for j in range(dim):
             own[j] *= f32(scale) * LOG2E
         if mean.size:
@@ -145,10 +157,9 @@ def _prepare(
             for j in still:
                 factors[to + j] = own[j] * mean[head, j]
         _rotate(own, rotation)
+        added[i] = _sum(own, u64(0), u64(dim))
         for j in range(dim):
             query[to + _place(kind, j, dim)] = own[j]
-            total += own[j]
-        added[i] = total
 
 
 @compiled
@@ -224,7 +235,7 @@ def _add_centres(factors: Array, head: int, turns: Array, at: int, count: int, d
         _products(factors, u64(query * dim), turns, at, u64(count), u64(dim), scores, u64(g * TILE), True)
 
 
-@compiled
+@adding
 def _products(
     a: Array, a_at: int, b: Array, b_at: int, count: int, dim: int, out: Array, out_at: int, more: bool
 ) -> None:
@@ -282,13 +293,10 @@ def _weigh(
             sums[to + j] *= factor
         state[of], state[of + ONE], state[of + TWO] = top, state[of + ONE] * factor, state[of + TWO] * factor
     _power(scores, at, n, top, powers)
-    total, moved = f32(0), f32(0)
+    state[of + ONE] += _sum(scores, at, n)
+    state[of + TWO] += _product(scores, at, bias, n)
     for t in range(n):
-        total += scores[at + t]
-        moved += scores[at + t] * bias[t]
         scores[at + t] *= scale[t]
-    state[of + ONE] += total
-    state[of + TWO] += moved
     for t in range(u64(0), n, FOUR):
         w0, w1, w2, w3 = scores[at + t], scores[at + t + ONE], scores[at + t + TWO], scores[at + t + THREE]
         first = t * d
@@ -296,9 +304,26 @@ def _weigh(
         third = second + d
         fourth = third + d
         for j in range(d):
-            sums[to + j] += (
-                w0 * numbers[first + j] + w1 * numbers[second + j] + w2 * numbers[third + j] + w3 * numbers[fourth + j]
-            )
+            added = sums[to + j] + w0 * numbers[first + j]
+            added += w1 * numbers[second + j]
+            added += w2 * numbers[third + j]
+            sums[to + j] = added + w3 * numbers[fourth + j]
+
+
+@adding
+def _sum(a: Array, at: int, count: int) -> Any:
+    total = f32(0)
+    for i in range(count):
+        total += a[at + i]
+    return total
+
+
+@adding
+def _product(a: Array, at: int, b: Array, count: int) -> Any:
+    total = f32(0)
+    for i in range(count):
+        total += a[at + i] * b[i]
+    return total
 
 
 @njit(nogil=True, error_model="numpy", fastmath=True)
