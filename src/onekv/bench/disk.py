@@ -30,6 +30,7 @@ import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -201,10 +202,10 @@ def _restart(case: Case, engine: Engine, cold: Engine, tokens: list[int]) -> Res
 def _reads(case: Case, engine: Engine, tokens: list[int]) -> list[Speed]:
     files = sorted(_cache(case).glob("*/*/*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
     size = sum(file.stat().st_size for file in files)
-    states: dict[str, Callable[[list[Path]], object]] = {"warm": _read}
+    one, all_of_them = (np.ones(most, np.uint8) for most in (max(file.stat().st_size for file in files), size))
+    states: dict[str, Callable[[list[Path]], object]] = {"warm": partial(_read, into=one)}
     if hasattr(os, "posix_fadvise"):
         states["cold"] = _drop
-    one, all_of_them = (np.ones(most, np.uint8) for most in (max(file.stat().st_size for file in files), size))
     figures: dict[str, list[tuple[float, ...]]] = {state: [] for state in states}
     for turn in range(case.rounds + 1):
         for state, prepare in states.items():
@@ -281,10 +282,9 @@ def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
 # Plain files
 
 
-def _read(files: list[Path], into: Bytes | None = None) -> float:
+def _read(files: list[Path], into: Bytes) -> float:
     """Seconds to read all files, one after the other: into memory that holds all, or again and again into less."""
-    room = (into if into is not None else np.empty(max(file.stat().st_size for file in files), np.uint8)).data
-    begin, place = time.perf_counter(), 0
+    begin, room, place = time.perf_counter(), into.data, 0
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         size = os.fstat(handle).st_size

@@ -19,7 +19,7 @@ from .formats import Codec
 from .formats.affine import Affine
 from .formats.centre import Centre, Rope
 from .formats.rotation import rotation
-from .formats.turbo import Turbo, codebook
+from .formats.turbo import Turbo
 from .layout import KVLayer
 from .pairs import Grid
 from .pool import LayerArrays
@@ -126,9 +126,7 @@ def _book(codec: Codec) -> tuple[int, Array, Array, Array]:
     assert isinstance(codec, Affine | Turbo)
     if isinstance(codec, Affine):
         return codec.bits, np.zeros(0), NOTHING, NOTHING
-    book = codebook(codec.dim, codec.bits)[0]
-    edges = ((book[1:] + book[:-1]) / 2).astype(np.float32)
-    return codec.bits, np.array(codec.read_table).view(np.float64), book.astype(np.float32), edges
+    return codec.bits, np.array(codec.read_table).view(np.float64), np.array(codec.book), np.array(codec.edges)
 
 
 @functools.cache

@@ -46,7 +46,9 @@ class Turbo(Codec):
         self.parts = (Part("q", packed_bytes(bits, dim), mx.uint8), Part("norm", 1, mx.float16))
         self._rotation = rotation(dim)
         book, gain = codebook(dim, bits)
-        self._edges = mx.array(((book[1:] + book[:-1]) / 2).astype(np.float32))
+        self.book = mx.array(book.astype(np.float32))
+        # Between the entries of the book.
+        self.edges = mx.array(((book[1:] + book[:-1]) / 2).astype(np.float32))
         self._table = pair_table(list(book))
         self.read_table = pair_table(list(book * gain)) if unbiased else self._table
 
@@ -54,7 +56,7 @@ class Turbo(Codec):
         rotated = self._rotation.apply(rows)
         norm = mx.sqrt((rotated * rotated).sum(axis=-1, keepdims=True))
         unit = rotated * (self.dim**0.5 / mx.maximum(norm, SMALLEST))
-        pairs = join(mx.searchsorted(self._edges, unit).astype(mx.uint8), self.bits)
+        pairs = join(mx.searchsorted(self.edges, unit).astype(mx.uint8), self.bits)
         entries = lookup(self._table, pairs, mx.float32)
         length = mx.sqrt((entries * entries).sum(axis=-1, keepdims=True))
         corrected = mx.minimum(norm / length, LARGEST).astype(mx.float16)
