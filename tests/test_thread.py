@@ -213,7 +213,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone():
         running.start(bad, good)
         error = bad.result()
         assert isinstance(error, RequestFailedError)
-        assert "a token nobody knows" in str(error)
+        assert "a token nobody knows" in str(error.__cause__)
         assert good.result().finish_reason == "length"
         assert good.request.tokens == expected
 
@@ -269,7 +269,7 @@ def test_a_model_that_raises_fails_the_requests_of_that_step_alone():
         running.start(victim)
         error = victim.result()
         assert isinstance(error, RequestFailedError)
-        assert "no room in this model" in str(error)
+        assert "no room in this model" in str(error.__cause__)
         assert engine is running.engine
         assert talker.result().finish_reason == "length"
 

@@ -51,3 +51,10 @@ class OverloadedError(OneKVError):
 
 class RequestFailedError(OneKVError):
     """One request could not be finished: bad logits, a tokenizer or a model that raised."""
+
+    @classmethod
+    def internal(cls, cause: Exception) -> "RequestFailedError":
+        """For an error that is not the client's, which is told no more than that; the log has the details."""
+        error = cls("an internal error ended this request; the log has the details")
+        error.__cause__ = cause
+        return error

@@ -7,9 +7,14 @@ cached) fits; none overtakes another. All tokens of a prompt but the last are pr
 of decoding, so logits are only ever computed for tokens that are sampled from.
 
     waiting -> loading (if the colder tier has some of its prompt) -> prefilling -> running -> finished
+       ^_________/ what it waited for could not be read
 
 While one request is loading the next are admitted and computed, and the system reads ahead; blocks are read into the
 pool between steps, for about `LOAD_SECONDS` at a time.
+
+Whatever a step does, it does on behalf of some requests (`_on_behalf_of`). If that raises, those requests end with an
+error, what they computed is forgotten, and the step goes on with the others. `step` itself raises only if that is not
+possible: then the engine must not be used any more.
 
 Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
 step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
@@ -18,9 +23,12 @@ step). The step in the air (`_flight`) is read before anything else touches the 
 t + 1 is computed as its graph is built, so step t must have ended before.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -35,9 +43,11 @@ from ..memory.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..tiers.base import Tier
 from ..units import format_size
-from .request import FinishReason, Request
+from .request import FinishReason, Request, State
 from .sampling import Drawn, sample
 from .selftest import set_direct, why_one_by_one
+
+log = logging.getLogger("onekv.engine")
 
 # How long a step reads blocks from the colder tier into the pool: some at least.
 LOAD_SECONDS = 0.1
@@ -62,18 +72,19 @@ class Engine:
         tier: Tier | None = None,
         write_through: bool = False,
         report: Callable[[int, int], None] | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`.
 
-        The engine closes `tier`; `report` then hears of bytes stored and in all.
+        The engine closes `tier`; `report` then hears of bytes stored and in all. `now` tells the time in seconds.
         """
         self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
         self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
         self.prefix: PrefixCache | None = None
         if prefix_cache:
             name = fingerprint(model, plan)
-            self.prefix = PrefixCache(self.memory, name, plan.snapshot_bytes, tier, write_through)
-        self.tier, self._report = tier, report
+            self.prefix = PrefixCache(self.memory, name, plan.snapshot_bytes, tier, write_through, now)
+        self.tier, self._report, self.now = tier, report, now
         self.waiting: deque[Request] = deque()
         self.loading: list[Request] = []
         # The oldest first; it gets the next chunk.
@@ -85,8 +96,8 @@ class Engine:
         # Counts what may make room; and who found none, with the count then: it is not tried in every step.
         self._changes = 0
         self._refused: tuple[Request, int] | None = None
-        # The requests that what is done now is for: if it raises, they are the ones that fail.
-        self.working: list[Request] = []
+        # Who got a token or ended in this step, in that order.
+        self._changed: dict[Request, None] = {}
         self._flight: Flight | None = None
         set_direct(model, self.memory)
         # Why rows are decoded one by one, if they are.
@@ -99,6 +110,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises if it can never be served."""
         self.validate(request)
+        request.state = "waiting"
         self.waiting.append(request)
 
     def validate(self, request: Request) -> None:
@@ -120,24 +132,37 @@ class Engine:
                 )
 
     def step(self) -> list[Request]:
-        """Do a bounded piece of work; returns the requests that got a token or ended in it."""
-        changed = self._admit()
+        """Do a bounded piece of work; returns the requests that got a token or ended in it, each once."""
+        self._changed = {}
+        if self._may_admit():
+            with self._on_behalf_of([self.waiting[0]]):
+                self._admit(self.waiting[0])
         if self.loading:
-            self.working = list(self.running)
-            changed += self._land()
-            self.working = list(self.loading)
-            self._load()
+            self._land()
+            with self._on_behalf_of(self.loading):
+                self._load()
         if self.prefilling and (not self.running or self._since_chunk >= self.decode_steps):
-            self.working = list(self.running)
-            changed += self._land()
-            self.working = self.prefilling[:1]
-            self._prefill(self.prefilling[0])
+            self._land()
+            with self._on_behalf_of(self.prefilling[:1]):
+                self._prefill(self.prefilling[0])
             self._since_chunk = 0
         if self.running:
-            self.working = list(self.running)
-            changed += self._decode()
+            self._decode()
             self._since_chunk += 1
-        return changed
+        return list(self._changed)
+
+    @contextmanager
+    def _on_behalf_of(self, requests: Several[Request]) -> Iterator[None]:
+        """If what is done inside raises, `requests` end with an error, and nobody else does."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("a step failed; the requests it was for (%d) end with an error", len(requests))
+            for request in list(requests):
+                if not request.finished:
+                    request.error = RequestFailedError.internal(error)
+                    self._finish(request, "error")
+            self._settle()
 
     def end(self, request: Request, reason: FinishReason, error: OneKVError | None = None) -> None:
         """End one request now, for `reason`; all it holds is released."""
@@ -175,14 +200,14 @@ class Engine:
 
     # Prefill
 
-    def _admit(self) -> list[Request]:
-        """Start with the oldest waiting request, if its worst case fits now; returns it if it is refused."""
-        busy = len(self.loading) + len(self.running)
-        if self.prefilling or not self.waiting or busy >= self.plan.max_batch:
-            return []
-        request = self.waiting[0]
-        if self._refused == (request, self._changes):
-            return []
+    def _may_admit(self) -> bool:
+        """Whether it is worth trying to start with the oldest waiting request."""
+        if self.prefilling or not self.waiting or len(self.loading) + len(self.running) >= self.plan.max_batch:
+            return False
+        return self._refused != (self.waiting[0], self._changes)
+
+    def _admit(self, request: Request) -> None:
+        """Start with a request, if its worst case fits now."""
         self._refused = (request, self._changes)
         try:
             if self.prefix is not None:
@@ -191,26 +216,39 @@ class Engine:
                 request.sequence = self.memory.open(request.max_length)
         except OutOfBlocks:
             # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
-            if not busy and self.prefix is not None:
+            if self.prefix is not None and not (self.loading or self.running):
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
-                return [request]
-            return []
+            return
         if request.sequence is None:
-            return []
-        self.waiting.popleft()
-        request.started = time.perf_counter()
+            return
+        request.started = self.now()
         if self.prefix is not None and self.prefix.loading(request.sequence):
-            self.loading.append(request)
+            self._move(request, "loading")
         else:
             self._begin(request, request.sequence)
-        return []
 
     def _begin(self, request: Request, sequence: Sequence) -> None:
         """All that is cached of its prompt is in the pool: the rest can be computed."""
         request.cached_tokens = sequence.length
-        self.prefilling.append(request)
-        self.prefilling.sort(key=lambda request: request.created)
+        self._move(request, "prefilling")
+
+    def _move(self, request: Request, state: State) -> None:
+        """The one place where a request changes its state."""
+        places = {"loading": self.loading, "prefilling": self.prefilling, "running": self.running}
+        if request.state == "waiting":
+            self.waiting.remove(request)
+        elif request.state in places:
+            places[request.state].remove(request)
+        request.state = state
+        if state == "waiting":
+            # It was admitted before, so it is the oldest.
+            self.waiting.appendleft(request)
+        elif state in places:
+            places[state].append(request)
+            self.prefilling.sort(key=lambda request: request.created)
+        # Loading, prefilling and ending may all make room.
+        self._changes += 1
 
     def _load(self) -> None:
         """Read blocks from the colder tier into the pool."""
@@ -218,15 +256,13 @@ class Engine:
         by_sequence = {request.sequence: request for request in self.loading}
         for sequence, loaded in self.prefix.load(LOAD_SECONDS):
             request = by_sequence[sequence]
-            self._changes += 1
-            self.loading.remove(request)
             if loaded:
                 self._begin(request, sequence)
             else:
                 # Again, without what could not be read.
                 request.sequence = None
                 self.memory.close(sequence)
-                self.waiting.appendleft(request)
+                self._move(request, "waiting")
 
     def _prefill(self, request: Request) -> None:
         sequence = request.sequence
@@ -244,24 +280,21 @@ class Engine:
                     self.prefix.snapshot(sequence)
         if sequence.length == last:
             sequence.prefilled()
-            self._changes += 1
-            self.prefilling.remove(request)
-            self.running.append(request)
+            self._move(request, "running")
 
     # Decode
 
-    def _decode(self) -> list[Request]:
-        changed: list[Request] = []
+    def _decode(self) -> None:
         flight = self._flight
         if flight is not None and not self._continues(flight):
-            changed += self._land()
+            self._land()
             flight = None
-            if not self.running:
-                return changed
-        self._flight = self._start(flight)
-        if flight is not None:
-            changed += self._read(flight)
-        return changed
+        if not self.running:
+            return
+        with self._on_behalf_of(self.running):
+            self._flight = self._start(flight)
+            if flight is not None:
+                self._read(flight)
 
     def _continues(self, flight: Flight) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
@@ -295,70 +328,73 @@ class Engine:
             logits: mx.array = self.model(inputs[:, None], cache=caches)
         return logits[:, -1]
 
-    def _land(self) -> list[Request]:
+    def _land(self) -> None:
         """Read the step in the air, if there is one."""
         flight, self._flight = self._flight, None
-        return self._read(flight) if flight is not None else []
+        if flight is not None:
+            with self._on_behalf_of(flight.requests):
+                self._read(flight)
 
-    def _read(self, flight: Flight) -> list[Request]:
+    def _read(self, flight: Flight) -> None:
         tokens: list[int] = flight.drawn.tokens.tolist()  # type: ignore[assignment]
         sound: list[bool] = flight.drawn.sound.tolist()  # type: ignore[assignment]
-        now = time.perf_counter()
-        changed: list[Request] = []
+        now = self.now()
         for row, (request, token) in enumerate(zip(flight.requests, tokens, strict=True)):
             # A request that ended while this step was in the air has one token too many.
             if request.finished:
                 continue
-            changed.append(request)
-            if not sound[row]:
-                request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
-                self._finish(request, "error")
-                continue
-            if not request.tokens:
-                request.first = now
-            request.tokens.append(token)
-            if request.top_logprobs is not None:
-                request.logprobs.append(flight.drawn.logprobs(row, request.top_logprobs))
-            if not self._follow(request, token):
-                continue
-            if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
-                self.prefix.publish(request.sequence, request.all_tokens)
-            if token in self.stop_tokens:
-                self._finish(request, "stop")
-            elif len(request.tokens) >= request.max_tokens:
-                self._finish(request, "length")
-        return changed
+            self._changed[request] = None
+            with self._on_behalf_of([request]):
+                if not sound[row]:
+                    request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
+                    self._finish(request, "error")
+                    continue
+                if not request.tokens:
+                    request.first = now
+                request.tokens.append(token)
+                if request.top_logprobs is not None:
+                    request.logprobs.append(flight.drawn.logprobs(row, request.top_logprobs))
+                self._follow(request, token)
 
-    def _follow(self, request: Request, token: int) -> bool:
-        """Tell the request's constraint of its new token; False if that ended the request."""
-        if request.constraint is None:
-            return True
-        try:
-            request.constraint.advance(token)
-        except OneKVError as error:
-            request.error = error
-            self._finish(request, "error")
-            return False
-        return True
+    def _follow(self, request: Request, token: int) -> None:
+        """A request has one more token: tell its constraint, publish what it filled, end it if that was the last."""
+        if request.constraint is not None:
+            try:
+                request.constraint.advance(token)
+            except OneKVError as error:
+                request.error = error
+                self._finish(request, "error")
+                return
+        if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
+            self.prefix.publish(request.sequence, request.all_tokens)
+        if token in self.stop_tokens:
+            self._finish(request, "stop")
+        elif len(request.tokens) >= request.max_tokens:
+            self._finish(request, "length")
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        request.ended = time.perf_counter()
-        self._changes += 1
-        for place in (self.waiting, self.loading, self.prefilling, self.running):
-            if request in place:
-                place.remove(request)
+        request.ended = self.now()
+        self._changed[request] = None
+        self._move(request, "finished")
         sequence, request.sequence = request.sequence, None
         if sequence is None:
             return
-        if self.prefix is not None and self.prefix.loading(sequence):
-            self.prefix.abandon(sequence)
-            self.memory.close(sequence)
-            return
-        if reason == "error":
+        try:
+            self._release(request, sequence)
+        except Exception as error:
+            log.exception("what a request computed could not be kept; it ends with an error")
+            request.finish_reason, request.error = "error", RequestFailedError.internal(error)
+            self._discard(sequence)
+
+    def _release(self, request: Request, sequence: Sequence) -> None:
+        """Give back what a request that ended held; what it computed stays cached, unless it failed."""
+        if request.finish_reason == "error":
             self._discard(sequence)
             return
-        if self.prefix is not None:
+        if self.prefix is not None and self.prefix.loading(sequence):
+            self.prefix.abandon(sequence)
+        elif self.prefix is not None:
             self.prefix.finish(sequence, request.all_tokens)
             if request.pin:
                 self._pin(request)

@@ -1,9 +1,10 @@
 """One request through its life.
 
-    waiting -> prefilling -> running -> finished
-       \\____________\\___________\\____-> finished ("cancelled", or "error" with `error` set)
+    waiting -> loading -> prefilling -> running -> finished
+       \\_________\\___________\\___________\\____-> finished ("cancelled", or "error" with `error` set)
 
-While it prefills or runs it owns an open `Sequence`; the engine closes it when the request finishes.
+`state` says where it is; the engine alone changes it. While it loads, prefills or runs it owns an open `Sequence`,
+which the engine closes when the request finishes.
 """
 
 import math
@@ -18,6 +19,7 @@ from ..errors import OneKVError, SettingError
 from ..memory.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+State = Literal["new", "waiting", "loading", "prefilling", "running", "finished"]
 
 
 # A temperature below this would divide logits to infinity: it is as good as 0.
@@ -112,14 +114,18 @@ class Request:
     error: OneKVError | None = None
 
     def __post_init__(self) -> None:
+        self.state: State = "new"
         self.sequence: Sequence | None = None
         # One for each of `tokens`, if they were asked for.
         self.logprobs: list[Logprob] = []
         self.cached_tokens = 0
         seed = self.sampling.seed
         self.seed = secrets.randbits(32) if seed is None else seed
-        self.created = time.perf_counter()
-        self.started = self.first = self.ended = self.created
+        self.arrived(time.perf_counter())
+
+    def arrived(self, now: float) -> None:
+        """Its time starts now."""
+        self.created = self.started = self.first = self.ended = now
 
     @property
     def max_length(self) -> int:

@@ -7,9 +7,9 @@ exception. Nothing of the engine is ever touched by another thread.
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ refused at once: too long, or too many wait    \\_ cancelled: End("cancelled")
 
-A request that fails ends with its error and no other does: if a step raises, the requests that step was for fail; if a
-job's own text cannot be made, that job fails. Between the two nothing is shared but the engine, which is left as it was
-before the step.
+A request that fails ends with its error and no other does: the engine sees to that for what it computes, this module
+for the rest. If a job's text cannot be made, that job fails; if its `emit` raises, it is cancelled. If the engine
+cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone.
 """
 
 import logging
@@ -17,7 +17,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -69,10 +69,22 @@ class Job:
 
 
 class EngineThread:
-    def __init__(self, build: Callable[[], Engine], max_waiting: int = 256, max_wait: float = 600.0) -> None:
-        """`build` makes the engine, in its own thread. At most `max_waiting` requests wait, each `max_wait` seconds."""
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        max_waiting: int = 256,
+        max_wait: float = 600.0,
+        check_integrity: bool = False,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`build` makes the engine, in its own thread. At most `max_waiting` requests wait, each `max_wait` seconds.
+
+        With `check_integrity`, every count is checked whenever the engine has become idle; the thread ends if one is
+        wrong. `now` tells the time in seconds.
+        """
         self._build = build
         self._max_waiting, self._max_wait = max_waiting, max_wait
+        self._checks, self._now = check_integrity, now
         self._orders: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
         self._lock = threading.Lock()
@@ -145,7 +157,7 @@ class EngineThread:
         with self._lock:
             if self._stopping:
                 return
-            self._deadline = time.monotonic() + grace
+            self._deadline = self._now() + grace
             self._stopping = True
         self._orders.put(None)
         self._thread.join()
@@ -154,37 +166,63 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = self._build()
+            engine = self.open()
         except BaseException as error:  # noqa: BLE001  raised by start, in the thread that waits for it
             self._ready.set_exception(error)
             return
-        self._room = engine.plan.max_batch + self._max_waiting
         self._ready.set_result(None)
         try:
-            while not self._take_orders(engine):
-                self._expire(engine)
-                self._step(engine)
-        finally:
-            # Whatever ended it: nobody may wait for it any more.
-            with self._lock:
-                self._stopping = True
-            engine.close()
-            self._report(list(self._jobs))
-            self._refuse_rest(engine)
+            while self.turn(engine):
+                pass
+        except BaseException:
+            log.critical("the engine cannot go on; all requests end", exc_info=True)
+        self.close(engine)
 
-    def _refuse_rest(self, engine: Engine) -> None:
-        """Orders that came too late are still carried out, on an engine that is closed: jobs end as cancelled."""
+    def open(self) -> Engine:
+        """Build the engine; the thread that does so owns it."""
+        engine = self._build()
+        self._room = engine.plan.max_batch + self._max_waiting
+        return engine
+
+    def turn(self, engine: Engine) -> bool:
+        """Carry out what was asked for, end what waited too long, make one step; False when it is time to end."""
+        if self._take_orders(engine):
+            return False
+        self._expire(engine)
+        was_idle = engine.idle
+        for request in engine.step():
+            self._pump(engine, request)
+        if self._checks and engine.idle and not was_idle:
+            engine.check_integrity()
+        return True
+
+    def close(self, engine: Engine) -> None:
+        """End all jobs, whatever state the engine is in, and let go of it."""
+        with self._lock:
+            self._stopping = True
+        try:
+            engine.close()
+        except Exception:
+            log.exception("the engine could not be closed")
+        self._report(list(self._jobs))
+        # Those that came too late, and all if the engine could not end them.
         while not self._orders.empty():
             order = self._orders.get()
-            if order is not None:
-                order(engine)
-        engine.close()
+            try:
+                if order is not None:
+                    order(engine)
+            except Exception:
+                log.exception("an order to an engine that is closed failed")
+        for job in list(self._jobs.values()):
+            if not job.request.finished:
+                job.request.finish_reason = "error"
+                job.request.error = OverloadedError("the server is shutting down", retry_after=5)
         self._report(list(self._jobs))
 
     def _take_orders(self, engine: Engine) -> bool:
         """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""
         while True:
-            if self._stopping and (engine.idle or time.monotonic() >= self._deadline):
+            if self._stopping and (engine.idle or self._now() >= self._deadline):
                 return True
             try:
                 order = self._orders.get(block=engine.idle and not self._stopping)
@@ -198,27 +236,22 @@ class EngineThread:
         try:
             engine.submit(job.request)
         except OneKVError as error:
-            job.request.error, job.request.finish_reason = error, "error"
-            self._report([job.request])
+            self._refuse(job, error)
+        except Exception as error:
+            log.exception("a request could not be submitted; it ends with an error")
+            self._refuse(job, RequestFailedError.internal(error))
+
+    def _refuse(self, job: Job, error: OneKVError) -> None:
+        job.request.error, job.request.finish_reason = error, "error"
+        self._report([job.request])
 
     def _expire(self, engine: Engine) -> None:
-        now = time.perf_counter()
+        now = self._now()
         old = [request for request in engine.waiting if now - request.created > self._max_wait]
         for request in old:
             waited = f"the request waited {self._max_wait:.0f} s for its turn (--max-wait)"
             engine.end(request, "error", OverloadedError(waited, retry_after=10))
         self._report(old)
-
-    def _step(self, engine: Engine) -> None:
-        try:
-            changed = engine.step()
-        except Exception as error:
-            log.exception("a step failed; %d requests end with an error", len(engine.working))
-            changed = list(engine.working)
-            for request in changed:
-                engine.end(request, "error", RequestFailedError(f"the model failed: {type(error).__name__}: {error}"))
-        for request in changed:
-            self._pump(engine, request)
 
     def _pump(self, engine: Engine, request: Request) -> None:
         """Emit what a request has new."""
@@ -227,23 +260,31 @@ class EngineThread:
             piece = job.output.take(request)
         except Exception as error:
             log.exception("the text of a request could not be made; it ends with an error")
-            failure = RequestFailedError(f"the tokenizer failed: {type(error).__name__}: {error}")
-            engine.end(request, "error", failure)
+            engine.end(request, "error", RequestFailedError.internal(error))
             # It may have ended by itself with the same token.
-            request.error = request.error or failure
+            request.error = request.error or RequestFailedError.internal(error)
         else:
-            if piece.text or piece.tokens:
-                job.emit(piece)
+            if (piece.text or piece.tokens) and not self._emit(job, piece):
+                engine.end(request, "cancelled")
             if job.output.stopped_by is not None:
                 engine.end(request, "stop")
                 request.finish_reason = "stop"
         self._report([request])
 
-    def _report(self, requests: list[Request]) -> None:
+    def _report(self, requests: Iterable[Request]) -> None:
         """Emit the end of those that have ended, once."""
         for request in requests:
             if request.finished and request in self._jobs:
                 job = self._jobs.pop(request)
                 with self._lock:
                     self._open -= 1
-                job.emit(job.end())
+                self._emit(job, job.end())
+
+    def _emit(self, job: Job, event: Event) -> bool:
+        """Whether the job's consumer has taken an event."""
+        try:
+            job.emit(event)
+        except Exception:
+            log.exception("an event could not be delivered; its request is cancelled")
+            return False
+        return True

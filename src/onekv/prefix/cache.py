@@ -11,7 +11,8 @@ block it fills is published; when it ends, its last, partial block too. Nothing 
 Recurrent states are stored as snapshots, references to immutable arrays, each with the length it is the state of.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import MemoryBudgetError
@@ -48,6 +49,7 @@ class PrefixCache:
         snapshot_budget: int,
         tier: Tier | None = None,
         write_through: bool = False,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Evicted blocks go to `tier`; with `write_through` all blocks do, as soon as they are full."""
         self._memory = memory
@@ -57,7 +59,7 @@ class PrefixCache:
         self._chains: dict[Sequence, Chain] = {}
         self.snapshots = Snapshots(snapshot_budget)
         self._figures = Figures()
-        self._cold = Cold(tier, memory, self.index, self.snapshots) if tier is not None else None
+        self._cold = Cold(tier, memory, self.index, self.snapshots, now) if tier is not None else None
         self._through = self._cold if write_through else None
         chains = self._chains
         self._eviction = Eviction(

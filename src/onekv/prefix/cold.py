@@ -72,8 +72,15 @@ class Loading:
 
 
 class Cold:
-    def __init__(self, tier: Tier, memory: KVMemory, index: Index, snapshots: Snapshots) -> None:
-        self.tier = tier
+    def __init__(
+        self,
+        tier: Tier,
+        memory: KVMemory,
+        index: Index,
+        snapshots: Snapshots,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tier, self._now = tier, now
         self._memory, self._index, self._snapshots = memory, index, snapshots
         self._size = memory.block_size
         self._blocks = [Blocks(pool) for pool in memory.pools]
@@ -250,8 +257,8 @@ class Cold:
     def load(self, seconds: float) -> list[Loading]:
         """Read what loading sequences lack, the oldest first, for about `seconds`; returns those that ended."""
         ended: list[Loading] = []
-        deadline = time.perf_counter() + seconds
-        while self.loading and (left := deadline - time.perf_counter()) > 0:
+        deadline = self._now() + seconds
+        while self.loading and (left := deadline - self._now()) > 0:
             loading = next(iter(self.loading.values()))
             self._read(loading, list(loading.left)[:AT_ONCE], left)
             if loading.ended:

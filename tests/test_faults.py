@@ -1,0 +1,161 @@
+"""A failure ends the request it belongs to and no other; every job has exactly one end."""
+
+import queue
+
+import numpy as np
+import pytest
+
+from architectures import VOCAB, build
+from onekv.engine import End, Request
+from onekv.errors import OneKVError, RequestFailedError
+from test_prefix_exact import make_engine, run, tokens
+from test_thread import Broken, Collected, Running
+
+SECRET = "/home/someone/model.py: a detail of the inside"
+
+
+def raises(*_, **__):
+    raise ValueError(SECRET)
+
+
+def failing_prefill(engine, length: int) -> None:
+    """From now on the model raises on prompts of `length` tokens."""
+    model = engine.model
+
+    def fails(inputs, cache):
+        if inputs.shape[1] == length:
+            raise ValueError(SECRET)
+        return model(inputs, cache=cache)
+
+    engine.model = fails
+
+
+def test_who_ended_before_another_ones_prompt_fails_gets_its_last_token_and_its_end():
+    """Both happen in one step: the talker's last token is read, then the newcomer's prompt raises."""
+    for answer in (1, 2, 3):
+        engine = make_engine(build("llama"))
+        expected = run(engine, [tokens(9, 1)], answer)[0].tokens
+        with Running() as running:
+            running.thread.call(lambda engine: failing_prefill(engine, 29)).result(60)
+            jobs = [Collected(tokens(9, 1), answer), Collected(tokens(30, 2), 5)]
+            running.start(*jobs)
+            ends = [job.result() for job in jobs]
+            assert isinstance(ends[0], End)
+            assert ends[0].generated == answer
+            assert jobs[0].request.tokens == expected
+            assert len(jobs[0].text) == answer
+            assert isinstance(ends[1], RequestFailedError)
+            assert running.thread._open == 0
+
+
+def test_an_exception_during_admission_ends_that_request_alone():
+    expected = run(make_engine(build("llama")), [tokens(9, 1)], 40)[0].tokens
+    with Running() as running:
+        talker = Collected(tokens(9, 1), 40)
+        running.start(talker)
+        talker.events.get(timeout=60)
+        original = running.engine.prefix.open
+        running.thread.call(lambda engine: setattr(engine.prefix, "open", raises)).result(60)
+        refused = Collected(tokens(30, 2), 5)
+        running.start(refused)
+        assert isinstance(refused.result(), RequestFailedError)
+        running.thread.call(lambda engine: setattr(engine.prefix, "open", original)).result(60)
+        assert isinstance(talker.result(), End)
+        assert talker.request.tokens == expected
+        later = Collected(tokens(30, 2), 5)
+        running.start(later)
+        assert isinstance(later.result(), End)
+
+
+def test_an_exception_during_admission_with_nothing_running_is_told_at_once():
+    with Running(max_wait=600) as running:
+        running.thread.call(lambda engine: setattr(engine.prefix, "open", raises)).result(60)
+        job = Collected(tokens(30, 2), 5)
+        running.start(job)
+        assert isinstance(job.result(), RequestFailedError)
+
+
+def test_a_consumer_that_raises_loses_its_own_request_alone():
+    expected = run(make_engine(build("llama")), [tokens(30, 1)], 30)[0].tokens
+    with Running() as running:
+        good, deaf = Collected(tokens(30, 1), 30), Collected(tokens(20, 2), 200)
+        deaf.job.emit = raises
+        running.start(deaf, good)
+        assert isinstance(good.result(), End)
+        assert good.request.tokens == expected
+        running.thread.call(lambda engine: engine.check_integrity()).result(60)
+        assert deaf.request.finish_reason == "cancelled"
+        assert running.thread._open == 0
+
+
+class BadConstraint:
+    def __init__(self, error: Exception) -> None:
+        self.error, self.left = error, 3
+
+    def allowed(self):
+        return np.ones(VOCAB, np.bool_)
+
+    def advance(self, token: int) -> None:
+        self.left -= 1
+        if not self.left:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [ValueError(SECRET), OneKVError("that cannot be followed")])
+def test_a_constraint_that_raises_ends_its_own_request_alone(error):
+    expected = run(make_engine(build("llama")), [tokens(30, 1)], 12)[0].tokens
+    with Running() as running:
+        good, bad = Collected(tokens(30, 1), 12), Collected(tokens(40, 2), 12, constraint=BadConstraint(error))
+        running.start(bad, good)
+        assert isinstance(bad.result(), OneKVError)
+        assert isinstance(good.result(), End)
+        assert good.request.tokens == expected
+
+
+def test_the_text_of_an_internal_error_does_not_reach_the_client():
+    with Running() as running:
+        running.thread.call(lambda engine: failing_prefill(engine, 29)).result(60)
+        jobs = [Collected(tokens(30, 2), 5), Collected(tokens(40, 2), 12, detokenizer=Broken())]
+        running.start(*jobs)
+        for job in jobs:
+            error = job.result()
+            assert isinstance(error, RequestFailedError)
+            assert "inside" not in str(error)
+            assert "nobody knows" not in str(error)
+            assert error.__cause__ is not None
+
+
+def test_what_a_request_cannot_leave_behind_ends_it_with_an_error():
+    engine = make_engine(build("llama"))
+    engine.prefix.finish = raises
+    requests = [Request(tokens(30, 1), 4), Request(tokens(40, 2), 4)]
+    for request in requests:
+        engine.submit(request)
+    for _ in range(20):
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["error", "error"]
+    del engine.prefix.finish
+    engine.check_integrity()
+    assert run(engine, [tokens(30, 1)], 4)[0].finish_reason == "length"
+
+
+def test_an_engine_that_cannot_go_on_ends_every_job():
+    """Nobody waits for an engine whose thread has ended, whatever ended it."""
+    running = Running()
+    talker = Collected(tokens(9, 1), 300)
+    running.start(talker)
+    talker.events.get(timeout=60)
+    running.thread.call(lambda engine: setattr(engine, "close", raises))
+    running.thread.call(lambda engine: setattr(engine, "step", raises))
+    late = Collected(tokens(9, 1), 300)
+    try:
+        running.start(late)
+    except OneKVError:
+        late.events.put(RequestFailedError("refused"))
+    assert isinstance(talker.result(), OneKVError)
+    assert isinstance(late.result(), OneKVError)
+    running.thread._thread.join(60)
+    assert not running.thread.alive
+    assert running.thread._open == 0
+    with pytest.raises(queue.Empty):
+        talker.events.get_nowait()
