@@ -10,6 +10,7 @@ from architectures import build
 from onekv.engine import Request
 from onekv.errors import MemoryBudgetError
 from onekv.memory.layout import Rule
+from onekv.prefix import index as prefix_index
 from onekv.prefix.index import Index, as_bytes
 from onekv.prefix.restore import Piece, restore_point
 from test_prefix_exact import BLOCK, make_engine, run, tokens
@@ -71,6 +72,23 @@ def test_index_finds_the_longest_beginning():
     match = index.match(as_bytes([1, 2, 3, 4, 5, 6, 7, 8]), "", 7)
     assert (match.nodes, match.tail, match.length) == ([first], second, 7)
     assert index.match(as_bytes([1, 2, 3, 4]), "other", 4).length == 0
+
+
+def test_index_looks_at_few_of_many_siblings(monkeypatch):
+    """Thousands of conversations that part at one place: the nearest are compared, not all."""
+    index = Index("model", 64)
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, 3, (5000, 64)).tolist()
+    for row in rows:
+        index.add(index.root(""), as_bytes(row), [0])
+    compared = []
+    common = prefix_index._common
+    monkeypatch.setattr(prefix_index, "_common", lambda a, b: compared.append(a) or common(a, b))
+    for wanted in generator.integers(0, 3, (20, 64)).tolist():
+        compared.clear()
+        match = index.match(as_bytes(wanted), "", 63)
+        assert match.common == max(next(i for i in range(64) if row[i] != wanted[i]) for row in rows)
+        assert len(compared) <= 2
 
 
 def test_a_hash_alone_is_no_hit():

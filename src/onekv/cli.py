@@ -286,6 +286,8 @@ def _add_bench_index(benches: Any) -> None:
     command = _add_command(benches, "index", _bench("index"), text, example)
     command.add_argument("--blocks", type=_count, default=1_000_000, metavar="N", help="in the index; default 1000000")
     command.add_argument("--tokens", type=_count, default=100_000, metavar="N", help="to match; default 100000")
+    siblings = "conversations that part at one block, for a second match; default 5000"
+    command.add_argument("--siblings", type=_count, default=5000, metavar="N", help=siblings)
     command.add_argument("--rounds", type=_count, default=20, metavar="N", help="matches timed; default 20")
 
 

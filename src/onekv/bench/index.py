@@ -37,6 +37,28 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{blocks:,} blocks in the index")
     print(f"match of {match.length:,} tokens: {statistics.median(seconds) * 1e3:.1f} ms (median of {len(seconds)})")
     print(f"memory: {each:.0f} bytes per block beside its {BLOCK * 4} bytes of tokens")
+    _siblings(arguments)
+
+
+def _siblings(arguments: argparse.Namespace) -> None:
+    """Many conversations that part at the same place, the first token after it alike: a template makes such."""
+    generator = np.random.default_rng(1)
+    index = Index("bench", BLOCK)
+    start = generator.integers(0, 50000, BLOCK).tolist()
+    parent = index.add(index.root(""), as_bytes(start), [0])
+    for _ in range(arguments.siblings):
+        index.add(parent, as_bytes([7, *generator.integers(0, 50000, BLOCK - 1).tolist()]), [0])
+    seconds = []
+    for _ in range(arguments.rounds):
+        data = as_bytes([*start, 7, *generator.integers(0, 50000, BLOCK - 1).tolist()])
+        begin = time.perf_counter()
+        match = index.match(data, "", 2 * BLOCK)
+        seconds.append(time.perf_counter() - begin)
+        assert match.length > BLOCK, "all of them have one token more in common"
+    print(
+        f"match beside {arguments.siblings:,} siblings with the same first token: "
+        f"{statistics.median(seconds) * 1e6:.0f} us (median of {len(seconds)})"
+    )
 
 
 def _add(index: Index, tokens: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .pool import OutOfBlocks, Pool
+from .pool import Pool
 from .table import Table
 
 # The parts of one recurrent layer's state; None until the model makes them.
@@ -25,7 +25,10 @@ class Sequence:
         try:
             for pool, prefix in zip(pools, prefixes or [[] for _ in pools], strict=True):
                 self.tables.append(Table(pool, max_length, chunk, prefix))
-        except OutOfBlocks:
+            # Only now, when all that is shared is held in every group: a node is evicted in all of them.
+            for table in self.tables:
+                table.take_wanted()
+        except BaseException:
             self.close()
             raise
 

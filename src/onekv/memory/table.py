@@ -6,7 +6,7 @@
 Block i of the table holds positions [i * block_size, (i + 1) * block_size). A sliding window forgets blocks that no
 later query reads: they go back to the pool at once, but their number stays reserved for the table's own growth. The
 blocks of a cached prefix are shared: they are referred to, never written. Those that are cached in a colder tier are
-`WANTED`: the table takes blocks of its own for them, to be filled from there.
+`WANTED` until the table takes blocks of its own for them, to be filled from there.
 """
 
 from .layout import Rule
@@ -30,8 +30,8 @@ class Table:
     def __init__(self, pool: Pool, length: int, chunk: int, prefix: list[int] | None = None) -> None:
         """A table that may grow to `length` tokens in steps of at most `chunk`: reserves the blocks that takes.
 
-        It starts with the blocks of `prefix`, which are shared, and takes new ones where that says WANTED. Raises
-        OutOfBlocks, holding nothing.
+        It starts with the blocks of `prefix`, which are shared; where that says WANTED, `take_wanted` takes new ones.
+        Raises OutOfBlocks, holding nothing.
         """
         self.pool = pool
         self.rule = pool.group.rule
@@ -50,9 +50,9 @@ class Table:
         except OutOfBlocks:
             pool.release(self.held)
             raise
-        self._take_wanted()
 
-    def _take_wanted(self) -> None:
+    def take_wanted(self) -> None:
+        """Take blocks for what is to be read from a colder tier; others may be evicted for that."""
         wanted = [i for i, block in enumerate(self.blocks) if block == WANTED]
         if not wanted:
             return

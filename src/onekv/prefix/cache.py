@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, OutOfBlocks
-from ..memory.sequence import Sequence
+from ..memory.sequence import Sequence, State
 from ..memory.table import FORGOTTEN
 from ..tiers.base import Tier
 from ..units import format_size
@@ -54,6 +54,8 @@ class PrefixCache:
         """Evicted blocks go to `tier`; with `write_through` all blocks do, as soon as they are full."""
         self._memory = memory
         self._recurrent = bool(memory.layout.states)
+        # Nodes may lack something that a sequence needs to start there.
+        self._mixed = self._recurrent or any(pool.group.rule.span is not None for pool in memory.pools)
         self._size = memory.block_size
         self.index = Index(fingerprint, self._size)
         self._chains: dict[Sequence, Chain] = {}
@@ -79,26 +81,43 @@ class PrefixCache:
         It may be loading first (`loading`). None: another one loads what this one needs; try again later. Raises
         OutOfBlocks if what is left to compute cannot be promised; then nothing has changed.
         """
-        data = as_bytes(tokens)
-        match = self.index.match(data, salt, len(tokens) - 1)
-        pieces = self._pieces(match)
-        length = self._restore_point(pieces)
-        if self._cold is not None and length < len(tokens) - 1:
-            places, reach = self._cold.reach(match, data, len(tokens) - 1)
+        data, limit = as_bytes(tokens), len(tokens) - 1
+        match = self.index.match(data, salt, limit)
+        path, length = self._furthest(match, data, limit)
+        if self._cold is not None and length < limit:
+            places, reach = self._cold.reach(match, data, limit)
             if reach > length:
                 return self._open_cold(self._cold, match, places, reach, tokens, max_length, salt)
-        path = [*match.nodes, *([match.tail] if match.tail else [])]
         try:
             sequence = self._open_at(path, length, max_length)
         except OutOfBlocks:
             # A block to copy the tail into, or the tail itself, may be what is missing.
-            length = self._restore_point(pieces[: len(match.nodes)])
+            path = match.nodes
+            length = self._restore_point(self._pieces(path, len(path) * self._size))
             sequence = self._open_at(path, length, max_length)
         node = path[length // self._size - 1] if length >= self._size else match.root
         missed = self._missed(match.nodes[-1] if match.nodes else match.root, match.length, length, tokens, salt)
         self._chains[sequence] = Chain(node, match.length - match.length % self._size, missed)
         self._figures.started(length, missed)
         return sequence
+
+    def _furthest(self, match: Match, data: bytes, limit: int) -> tuple[list[Node], int]:
+        """The path in RAM on which a sequence can start furthest, and where that is."""
+        path = [*match.nodes, *([match.tail] if match.tail is not None else [])]
+        length = self._restore_point(self._pieces(path, match.length))
+        # Where not all is kept, an end of a conversation may lead further than what has most in common with the prompt.
+        for count in range(len(match.nodes), -1 if self._mixed else len(match.nodes), -1):
+            if (count + 1) * self._size <= length:
+                break
+            parent = match.nodes[count - 1] if count else match.root
+            for end in self.index.ends(parent, data[count * self._size * TOKEN_BYTES : limit * TOKEN_BYTES]):
+                other = [*match.nodes[:count], end]
+                reached = self._restore_point(self._pieces(other, end.end))
+                if reached > length:
+                    path, length = other, reached
+                    self.index.touch(end)
+                    break
+        return path, length
 
     def _open_cold(
         self,
@@ -115,6 +134,7 @@ class PrefixCache:
         if cold.busy(places, wanted):
             return None
         sequence = cold.open(tokens, max_length, places, length, wanted)
+        assert wanted, "what needs nothing to be read is found in RAM"
         # Publishing gives nodes what was read for them, so it starts before the first of those.
         first = min(wanted[0][0], len(match.nodes))
         node = match.nodes[first - 1] if first else match.root
@@ -163,21 +183,24 @@ class PrefixCache:
 
     def _open_at(self, path: list[Node], length: int, max_length: int) -> Sequence:
         """A sequence that has `length` tokens stored, which `path` holds."""
+        states = self._states_at(path[-(-length // self._size) - 1], length) if self._recurrent and length else []
         tail = path[length // self._size] if length % self._size and self._memory.pools else None
         if tail is not None:
             # Held until it is taken over or copied: making room must not evict it.
             self._share(tail)
         try:
             sequence = self._memory.open(max_length, self._prefix(path, length))
-        except OutOfBlocks:
+        except BaseException:
             if tail is not None:
                 self._release(tail)
             raise
-        sequence.length = length
-        if self._recurrent and length:
-            self._restore_states(sequence, path[-(-length // self._size) - 1])
-        if tail is not None:
-            self._continue_block(sequence, tail, length)
+        sequence.length, sequence.states = length, states
+        try:
+            if tail is not None:
+                self._continue_block(sequence, tail, length)
+        except BaseException:
+            self._memory.close(sequence)
+            raise
         return sequence
 
     def _share(self, node: Node) -> None:
@@ -188,16 +211,14 @@ class PrefixCache:
         for pool, block in zip(self._memory.pools, node.blocks, strict=True):
             pool.release([block] if block != FORGOTTEN else [])
 
-    def _pieces(self, match: Match) -> list[Piece]:
+    def _pieces(self, path: list[Node], length: int) -> list[Piece]:
+        """What there is in RAM of the first `length` tokens of `path`, which end in its last node."""
         groups = range(len(self._memory.pools))
-        pieces = [
-            Piece(node.start, node.end, tuple(held(node, g) for g in groups), self._has_snapshot(node))
-            for node in match.nodes
-        ]
-        if match.tail is not None:
-            tail, whole = match.tail, match.length == match.tail.end
-            has = tuple(held(tail, g) for g in groups)
-            pieces.append(Piece(tail.start, match.length, has, whole and self._has_snapshot(tail)))
+        pieces = []
+        for node in path:
+            end = min(node.end, length)
+            has = tuple(held(node, g) for g in groups)
+            pieces.append(Piece(node.start, end, has, end == node.end and self._has_snapshot(node)))
         return pieces
 
     def _has_snapshot(self, node: Node) -> bool:
@@ -224,29 +245,31 @@ class PrefixCache:
                     table.adopt(block)
             self._eviction.remove(tail)
             return
-        for group, (table, pool) in enumerate(zip(sequence.tables, pools, strict=True)):
-            if held(tail, group):
-                table.advance(length - 1, 1)
-                pool.copy(tail.blocks[group], table.blocks[-1])
-        self._release(tail)
+        try:
+            for group, (table, pool) in enumerate(zip(sequence.tables, pools, strict=True)):
+                if held(tail, group):
+                    table.advance(length - 1, 1)
+                    pool.copy(tail.blocks[group], table.blocks[-1])
+        finally:
+            self._release(tail)
 
-    def _restore_states(self, sequence: Sequence, node: Node) -> None:
+    def _states_at(self, node: Node, length: int) -> list[State]:
         snapshot = self.snapshots.get(node.key)
-        if snapshot is None or snapshot.length != sequence.length:
-            raise IntegrityError(f"no recurrent state is tagged {sequence.length}")
-        sequence.states = [list(state) for state in snapshot.states]
+        if snapshot is None or snapshot.length != length:
+            raise IntegrityError(f"no recurrent state is tagged {length}")
         self.snapshots.use(node.key)
+        return [list(state) for state in snapshot.states]
 
     def probe(self, tokens: list[int], salt: str = "") -> tuple[int, int, str | None]:
         """How many of `tokens` a request would find cached now, how many of those in RAM, and why not more.
 
         Changes nothing.
         """
-        data = as_bytes(tokens)
-        match = self.index.match(data, salt, len(tokens) - 1, touch=False)
-        hot = self._restore_point(self._pieces(match))
-        if self._cold is not None and hot < len(tokens) - 1:
-            places, reach = self._cold.reach(match, data, len(tokens) - 1)
+        data, limit = as_bytes(tokens), len(tokens) - 1
+        match = self.index.match(data, salt, limit, touch=False)
+        _, hot = self._furthest(match, data, limit)
+        if self._cold is not None and hot < limit:
+            places, reach = self._cold.reach(match, data, limit)
             if reach > hot:
                 return reach, hot, self._missed_after(places, places[-1].end, reach, tokens, salt)
         last = match.nodes[-1] if match.nodes else match.root
@@ -361,10 +384,13 @@ class PrefixCache:
 
     def _enter_tail(self, sequence: Sequence, parent: Node, tokens: bytes) -> Node:
         """A partial block as a leaf, unless a sibling has all of it; a sibling it extends is dropped."""
-        for sibling in list(parent.children.values()):
-            if sibling.tokens.startswith(tokens):
-                return parent if len(sibling.tokens) > len(tokens) else sibling
-            if tokens.startswith(sibling.tokens) and self._eviction.removable(sibling):
+        whole = parent.children.get(tokens)
+        if whole is not None:
+            return whole
+        if self.index.continued(parent, tokens):
+            return parent
+        for sibling in list(self.index.ends(parent, tokens)):
+            if self._eviction.removable(sibling):
                 self._eviction.remove(sibling)
         return self._enter(sequence, parent, tokens)
 
@@ -453,7 +479,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Every node is reachable and has its full-attention blocks; snapshots are tagged with their node's end."""
         for node in self.index.nodes.values():
-            if node.parent is None or node.parent.children.get(node.key) is not node:
+            if node.parent is None or node.parent.children.get(node.tokens) is not node:
                 raise IntegrityError(f"the node of tokens {node.start} to {node.end} is not in the tree")
             for group, pool in enumerate(self._memory.pools):
                 if pool.group.rule.span is None and not held(node, group):

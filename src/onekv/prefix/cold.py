@@ -241,13 +241,14 @@ class Cold:
                 node = places[i].node
                 blocks[i] = node.blocks[group] if node is not None and held(node, group) else WANTED
             prefixes.append(blocks)
+        # Looked up before blocks are taken: making room for them may drop what nobody holds.
+        snapshot = self._snapshots.get(places[-(-length // self._size) - 1].address.key)
         sequence = self._memory.open(max_length, prefixes)
         left = {
             (places[i].address.key, part): sequence.tables[part].blocks[i] if part != STATES else WANTED
             for i, part in wanted
         }
         loading = Loading(sequence, tokens, length, left)
-        snapshot = self._snapshots.get(places[-(-length // self._size) - 1].address.key)
         if snapshot is not None:
             loading.states = [list(state) for state in snapshot.states]
         self.loading[sequence] = loading

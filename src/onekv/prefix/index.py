@@ -8,6 +8,7 @@ everything before it. Tokens are kept and compared. Partial blocks are leaves: t
 """
 
 import hashlib
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,12 +22,14 @@ TOKEN_BYTES = 4
 class Node:
     """One block of tokens, [start, end); `blocks[g]` is where group g keeps it, FORGOTTEN if it does not."""
 
-    __slots__ = ("blocks", "children", "key", "last_used", "parent", "pins", "start", "tokens")
+    __slots__ = ("blocks", "children", "key", "last_used", "ordered", "parent", "pins", "start", "tokens")
 
     def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, blocks: list[int]) -> None:
         self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
         self.start: int = parent.end if parent is not None else 0
+        # By their tokens; and these in order, so that neighbours have most in common.
         self.children: dict[bytes, Node] = {}
+        self.ordered: list[bytes] = []
         self.last_used = 0
         self.pins = 0
 
@@ -88,6 +91,20 @@ class Index:
             self.touch(found)
         return Match(root, nodes, tail, common)
 
+    def ends(self, parent: Node, tokens: bytes) -> Iterator[Node]:
+        """The partial blocks after `parent` that `tokens` begin with, the longest first."""
+        if len(parent.children) == 1 and len(parent.ordered[0]) == self._block_bytes:
+            return
+        for end in range(min(len(tokens), self._block_bytes - TOKEN_BYTES), 0, -TOKEN_BYTES):
+            child = parent.children.get(tokens[:end])
+            if child is not None:
+                yield child
+
+    def continued(self, parent: Node, tokens: bytes) -> bool:
+        """Whether a child of `parent` begins with `tokens`."""
+        at = bisect_left(parent.ordered, tokens)
+        return at < len(parent.ordered) and parent.ordered[at].startswith(tokens)
+
     def child_key(self, parent: Node, tokens: bytes) -> bytes:
         return self.key_after(parent.key, tokens)
 
@@ -99,7 +116,8 @@ class Index:
         """A new node for `tokens` after `parent`."""
         node = Node(parent, self.child_key(parent, tokens), tokens, blocks)
         self.nodes[node.key] = node
-        parent.children[node.key] = node
+        parent.children[tokens] = node
+        insort(parent.ordered, tokens)
         self.touch(node)
         return node
 
@@ -107,7 +125,9 @@ class Index:
         """Take a leaf out of the tree."""
         assert not node.children and node.parent is not None, "only a leaf may be removed"
         del self.nodes[node.key]
-        del node.parent.children[node.key]
+        siblings = node.parent
+        del siblings.children[node.tokens]
+        del siblings.ordered[bisect_left(siblings.ordered, node.tokens)]
 
     def touch(self, node: Node) -> None:
         self._clock += 1
@@ -125,17 +145,14 @@ def _hash(data: bytes) -> bytes:
 
 def _longest_common(parent: Node, tokens: bytes) -> tuple[Node | None, int]:
     """The child of `parent` that shares the most first tokens with `tokens`, and how many."""
-    best: Node | None = None
-    most = 0
-    first = tokens[:TOKEN_BYTES]
-    for child in parent.children.values():
-        if not first or child.tokens[:TOKEN_BYTES] != first:
-            continue
-        common = _common(child.tokens, tokens)
-        # Of equals the shortest: a partial block that is matched whole can be taken over.
-        if common > most or (common == most and best is not None and len(child.tokens) < len(best.tokens)):
-            best, most = child, common
-    return best, most
+    at = bisect_left(parent.ordered, tokens)
+    near = parent.ordered[max(0, at - 1) : at + 1]
+    most, best = max(((_common(each, tokens), each) for each in near), default=(0, b""), key=lambda found: found[0])
+    if not most:
+        return None, 0
+    # Of equals the shortest: a partial block that is matched whole can be taken over.
+    whole = parent.children.get(tokens[: most * TOKEN_BYTES])
+    return whole or parent.children[best], most
 
 
 def _common(a: bytes, b: bytes) -> int:
