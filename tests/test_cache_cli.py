@@ -306,7 +306,7 @@ def test_ctrl_c_while_files_are_removed_leaves_a_sound_cache(run, folder, monkey
 def test_ctrl_c_while_files_are_checked_loses_nothing(folder):
     code = (
         "import signal, sys; from onekv.tiers import maintain; from onekv.cli import main; read = maintain._checksum\n"
-        "def slow(path):\n    signal.raise_signal(signal.SIGINT); return read(path)\n"
+        "def slow(*where):\n    signal.raise_signal(signal.SIGINT); return read(*where)\n"
         "maintain._checksum = slow; sys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", code, "cache", "verify", "--disk-cache", str(folder)]

@@ -1,10 +1,9 @@
 """Parts that are written together, and parts that are read at once: each is treated as if it were alone."""
 
 import errno
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from onekv.tiers import reader as reader_module
 from onekv.tiers import store as store_module
 from onekv.tiers.base import Target
 from onekv.tiers.disk import DiskTier
+from onekv.tiers.files import Files
 from onekv.tiers.index import WRITES, DiskIndex, State
 from onekv.tiers.maintain import verify
 
@@ -31,9 +31,9 @@ def files_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[str],
     around: list[Callable[[str], None]] = [lambda path: None, lambda path: None]
     write = store_module._write
 
-    def wrapped(path: str, data: memoryview) -> None:
+    def wrapped(files: Files, path: str, data: memoryview) -> None:
         around[0](path)
-        write(path, data)
+        write(files, path, data)
         around[1](path)
 
     monkeypatch.setattr(store_module, "_write", wrapped)
@@ -162,28 +162,31 @@ def test_what_there_is_no_time_for_stays_expected(root, monkeypatch):
     tier.close()
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system cannot be asked to read ahead")
-def test_files_are_read_ahead_unless_they_are_in_memory(root, monkeypatch):
-    tier = open_tier(root)
-    nodes = store(tier, 12)
-    asked = []
-    advise = os.posix_fadvise
+def test_files_are_read_ahead_unless_they_are_in_memory(root):
+    class Watched(Files):
+        there = True
+        asked = 0
 
-    def watch(handle: int, start: int, size: int, advice: int) -> None:
-        asked.append(advice)
-        advise(handle, start, size, advice)
+        def in_memory(self, handle: int, place: int) -> bool:
+            return self.there
+
+        def read_ahead(self, handle: int) -> None:
+            self.asked += 1
+            super().read_ahead(handle)
+
+    disk = Watched()
+    tier = open_tier(root, files=disk)
+    nodes = store(tier, 12)
 
     def expect() -> int:
-        asked.clear()
+        disk.asked = 0
         tier.expect([(node.key, 0) for node in nodes])
-        tier.unexpect([(node.key, 0) for node in nodes])
         tier._readers._pool.submit(lambda: None).result()
-        return asked.count(os.POSIX_FADV_WILLNEED)
+        tier.unexpect([(node.key, 0) for node in nodes])
+        return disk.asked
 
-    monkeypatch.setattr(reader_module.os, "posix_fadvise", watch)
-    monkeypatch.setattr(reader_module, "_in_memory", lambda handle, place: True)
     assert expect() == 0
-    monkeypatch.setattr(reader_module, "_in_memory", lambda handle, place: False)
+    disk.there = False
     assert expect() >= 12
     tier.close()
 
@@ -207,18 +210,25 @@ def test_a_function_is_never_given_bytes_that_are_wrong(root):
 
 def test_nobody_writes_to_memory_that_was_lent_once_read_is_interrupted(root, monkeypatch):
     """Interrupted twice: while it reads, and while it waits for the other thread."""
-    tier = open_tier(root)
-    nodes = store(tier, 20)
-    readv, wait = reader_module.os.readv, reader_module.wait
+    wait = reader_module.wait
     interrupted, begun = [], threading.Event()
 
-    def slow(handle: int, views: list[memoryview]) -> int:
-        if threading.current_thread() is threading.main_thread():
-            assert begun.wait(10)
-            raise KeyboardInterrupt
-        begun.set()
-        time.sleep(0.2)
-        return readv(handle, views)
+    class Slow(Files):
+        slow = False
+
+        def read(self, handle: int, views: Sequence[memoryview]) -> int:
+            if not self.slow:
+                return super().read(handle, views)
+            if threading.current_thread() is threading.main_thread():
+                assert begun.wait(10)
+                raise KeyboardInterrupt
+            begun.set()
+            time.sleep(0.2)
+            return super().read(handle, views)
+
+    disk = Slow()
+    tier = open_tier(root, files=disk)
+    nodes = store(tier, 20)
 
     def interrupt(futures: object) -> object:
         if not interrupted:
@@ -226,11 +236,11 @@ def test_nobody_writes_to_memory_that_was_lent_once_read_is_interrupted(root, mo
             raise KeyboardInterrupt
         return wait(futures)
 
-    monkeypatch.setattr(reader_module.os, "readv", slow)
     monkeypatch.setattr(reader_module, "wait", interrupt)
     parts = [(node.key, 0) for node in nodes]
     tier.expect(parts)
     buffers = [bytearray(tier._images[0].data_size) for _ in nodes]
+    disk.slow = True
     with pytest.raises(KeyboardInterrupt):
         tier.read([Target(*part, buffer) for part, buffer in zip(parts, buffers, strict=True)])
     left = [bytes(buffer) for buffer in buffers]

@@ -8,11 +8,15 @@ Threads start when there is something for them to do. In RAM the tier takes `sta
 written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
 at every instant. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is
 gone, ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
+
+For a simulation, `DiskTier(threads=False, files=..., clock=...)` is the same tier, driven from outside (see `files`).
+Nothing happens on its own then: the writer does a job when `work` is called, and what has to wait for it (`flush`,
+`offer(wait=True)`, `close`) does jobs meanwhile; parts are read by the caller's thread, and nothing is read ahead. The
+index stays a real SQLite file. `kill` leaves the folder as the end of the process would.
 """
 
 import math
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
@@ -23,7 +27,8 @@ import xxhash
 from ..errors import SettingError
 from ..units import format_size
 from .base import Address, Entry, Target, TierStats
-from .folder import Folder, model_hash
+from .files import CLOCK, FILES, Clock, Files
+from .folder import INDEX_FILES, Folder, model_hash
 from .image import Image
 from .index import DiskIndex, Name, Row
 from .reader import Problem, Readers
@@ -47,8 +52,14 @@ class DiskTier:
         limit: int,
         staging: int,
         write_budget: int | None = None,
+        files: Files = FILES,
+        clock: Clock = CLOCK,
+        threads: bool = True,
     ) -> None:
         """`images` are the model's kinds of parts; `write_budget` is for bytes per day (UTC).
+
+        The last three are for simulations. If something raises an exception that is no `Exception` while the folder is
+        opened, it is as after `kill`.
 
         Raises SettingError, or FolderInUse.
         """
@@ -58,9 +69,9 @@ class DiskTier:
                 "which the index of the disk cache may take"
             )
         self._images = dict(images)
-        self._limit = limit
-        self._folder = Folder(folder)
-        self._shared = Shared(self._folder, staging)
+        self._limit, self._threads = limit, threads
+        self._folder = Folder(folder, files)
+        self._shared = Shared(self._folder, staging, clock)
         self._closed = False
         self._asking = Lock()
         self._index: DiskIndex | None = None
@@ -73,6 +84,9 @@ class DiskTier:
             raise SettingError(
                 f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
             ) from error
+        except BaseException:
+            self.kill()
+            raise
 
     def _open_twice(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
         try:
@@ -95,12 +109,12 @@ class DiskTier:
             shared.counts.corrupt += 1
             shared.once("index", f"The disk cache {self._folder.root} was emptied: {problem}.")
         self._hash = model_hash(fingerprint)
-        self._model = index.model(self._hash, fingerprint, name, time.time())
+        self._model = index.model(self._hash, fingerprint, name, shared.clock.now())
         store = Store(self._folder, index)
         store.settle()
         totals = index.totals()
         shared.counts.blocks, shared.counts.files = totals.blocks, totals.bytes
-        place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget)
+        place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
         self._writer = Writer(place, shared, totals.clock)
         self._readers = Readers(self._folder, self._hash, self._images, self._writer)
         # The limit may be lower than it was.
@@ -175,7 +189,15 @@ class DiskTier:
                 buffer = shared.staging.take(size)
                 if buffer is not None or not wait:
                     return buffer
-                shared.room.wait()
+                if self._threads:
+                    shared.room.wait()
+                    continue
+                # All buffers are with the writer, which has no thread.
+                shared.lock.release()
+                try:
+                    self._writer.step()
+                finally:
+                    shared.lock.acquire()
         return None
 
     def _give(self, buffer: memoryview) -> None:
@@ -196,7 +218,7 @@ class DiskTier:
                     del self._shared.expected[part]
 
     def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
-        started = time.perf_counter()
+        started = self._shared.clock.monotonic()
         parts = [(target.key, target.part) for target in targets]
         rows = self._rows(parts)
         there = [(row, target) for row, target in zip(rows, targets, strict=True) if row is not None]
@@ -211,7 +233,7 @@ class DiskTier:
             counts = self._shared.counts
             counts.hits += len(read)
             counts.promoted_bytes += sum(row.size for row in read)
-            counts.promoted_seconds += time.perf_counter() - started
+            counts.promoted_seconds += self._shared.clock.monotonic() - started
         return [None if answer is False else answer is True for answer in found]
 
     def _damaged(self, problems: list[tuple[Row, Problem]]) -> None:
@@ -265,6 +287,34 @@ class DiskTier:
                 queued_bytes=counts.queued_bytes,
                 failed=self._shared.failed,
             )
+
+    def work(self, jobs: int = 1) -> bool:
+        """Without threads: do the writer's next jobs here; False if there was nothing to do."""
+        assert not self._threads, "the writer has a thread"
+        done = 0
+        while done < jobs and self._writer.step():
+            done += 1
+        return done > 0
+
+    def kill(self) -> None:
+        """Without threads: let go of the folder as the end of the process would, for a new tier to open it.
+
+        What the index has not committed is gone, what it has is in its log, no file is touched, the lock is free.
+        """
+        # SQLite empties its log when the last connection is closed; the end of a process does not.
+        files = [self._folder.root / name for name in INDEX_FILES[:2]]
+        left = {path: path.read_bytes() for path in files if path.is_file()}
+        if (writer := getattr(self, "_writer", None)) is not None:
+            writer.close_index()
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        for path in files:
+            path.unlink(missing_ok=True)
+        for path, content in left.items():
+            path.write_bytes(content)
+        self._closed = True
+        self._folder.release()
 
     def close(self) -> None:
         # Every step may be done twice: a close that was interrupted is finished by the next.

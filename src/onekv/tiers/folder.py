@@ -21,7 +21,10 @@ from pathlib import Path
 
 from ..errors import OneKVError, SettingError
 from .base import STATES
+from .files import FILES, NEW, READ, Files, Item, Where, file_size, write_file
 from .image import FORMAT
+
+__all__ = ["INDEX", "INDEX_FILES", "TEMPORARY", "Folder", "FolderInUse", "Found", "file_size", "is_ours", "model_hash"]
 
 TAG = "CACHEDIR.TAG"
 LOCK = "lock"
@@ -59,24 +62,32 @@ def model_hash(fingerprint: str) -> str:
     return hashlib.blake2b(f"{FORMAT}\0{fingerprint}".encode(), digest_size=16).hexdigest()
 
 
-def is_ours(root: Path) -> bool:
+def is_ours(root: Path, files: Files = FILES) -> bool:
     """Whether a disk cache of OneKV is there."""
     try:
-        lines = (root / TAG).read_text("utf-8", "replace").splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return lines[:2] == _OURS
+        handle = files.open(root / TAG, READ)
+        try:
+            text = memoryview(bytearray(len(TAG_TEXT)))
+            size = files.read(handle, [text])
+        finally:
+            files.close(handle)
+    except OSError as error:
+        # Not there, or something else of that name.
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
+            return False
+        raise
+    return bytes(text[:size]).decode("utf-8", "replace").splitlines()[:2] == _OURS
 
 
 class Folder:
     """A folder that this process has for itself, from here to `release`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, files: Files = FILES) -> None:
         """Make it if it is not there, and lock it. Raises SettingError, or FolderInUse."""
-        self.root = root
+        self.root, self.files = root, files
         try:
-            _make(root)
-            self._lock = _lock(root)
+            _make(root, files)
+            self._lock = _lock(root, files)
         except OSError as error:
             raise SettingError(
                 f"the folder {root} cannot be used as a disk cache ({error.strerror}); choose another with --disk-cache"
@@ -85,17 +96,25 @@ class Folder:
     def release(self) -> None:
         """Let others have it. Allowed twice."""
         if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+            handle, self._lock = self._lock, -1
+            # Not one of the calls that a simulation may refuse: a process that ends closes it, too.
+            os.close(handle)
 
     @property
     def index(self) -> Path:
         return self.root / INDEX
 
+    def has_index(self) -> bool:
+        try:
+            self.files.size(self.index)
+        except FileNotFoundError:
+            return False
+        return True
+
     def there(self) -> bool:
         """Whether the folder is still the one that was locked."""
         try:
-            return os.path.samestat(os.stat(self.root / LOCK), os.fstat(self._lock))
+            return self.files.same(self.root / LOCK, self._lock)
         except OSError:
             return False
 
@@ -108,105 +127,125 @@ class Folder:
         path = self.path(model, key, part)
         for name in (path, path + TEMPORARY):
             with suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(name)
+                self.files.unlink(name)
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file that is not a part."""
-        return {name: file_size(self.root / name) for name in (TAG, LOCK, *INDEX_FILES)}
+        return {name: file_size(self.root / name, self.files) for name in (TAG, LOCK, *INDEX_FILES)}
 
     def free(self) -> int:
         """Bytes that the disk has left for us."""
-        status = os.statvfs(self.root)
-        return status.f_bavail * status.f_frsize
+        return self.files.free(self.root)
 
     def has_models(self) -> bool:
-        return any(_MODEL.fullmatch(name) for name in os.listdir(self.root))
+        return bool(self._models())
 
     def scan(self) -> Iterator[Found | str]:
         """Every file below the folders of models: as `Found`, or its path if it is not ours."""
-        for model in sorted(filter(_MODEL.fullmatch, os.listdir(self.root))):
-            for folder, _, names in os.walk(self.root / model):
-                shard = os.path.relpath(folder, self.root / model)
-                for name in names:
-                    yield _found(f"{folder}/{name}", model, shard, name)
+        for model in self._models():
+            left = [""]
+            while left:
+                shard = left.pop()
+                folder = f"{self.root}/{model}/{shard}".rstrip("/")
+                for item in self._items(folder):
+                    if item.is_folder:
+                        left.append(f"{shard}/{item.name}".lstrip("/"))
+                    else:
+                        yield _found(f"{folder}/{item.name}", model, shard, item)
 
     def remove_index(self) -> None:
         for name in INDEX_FILES:
-            (self.root / name).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                self.files.unlink(self.root / name)
 
     def remove_files(self) -> tuple[int, int]:
         """Remove all parts of all models; how many files and bytes that were."""
         files = size = 0
         for found in list(self.scan()):
             if isinstance(found, Found):
-                files, size = files + 1, size + file_size(found.path)
-                os.unlink(found.path)
+                files, size = files + 1, size + file_size(found.path, self.files)
+                self.files.unlink(found.path)
         self.remove_empty()
         return files, size
 
     def remove_empty(self) -> None:
         """Remove the folders of models that have nothing in them."""
-        for model in filter(_MODEL.fullmatch, os.listdir(self.root)):
-            for shard in filter(_SHARD.fullmatch, os.listdir(self.root / model)):
-                _remove_folder(self.root / model / shard)
-            _remove_folder(self.root / model)
+        for model in self._models():
+            for item in self._items(f"{self.root}/{model}"):
+                if item.is_folder and _SHARD.fullmatch(item.name):
+                    _remove_folder(self.files, f"{self.root}/{model}/{item.name}")
+            _remove_folder(self.files, f"{self.root}/{model}")
+
+    def _models(self) -> list[str]:
+        """The folders of models. A link is not followed: what is behind it is not ours."""
+        return [item.name for item in self.files.items(self.root) if item.is_folder and _MODEL.fullmatch(item.name)]
+
+    def _items(self, folder: str) -> list[Item]:
+        """What is in a folder; nothing if somebody has removed it meanwhile."""
+        try:
+            return self.files.items(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
-def file_size(path: Path | str) -> int:
-    """0 if it is not there."""
-    try:
-        return os.stat(path).st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
-
-
-def _found(path: str, model: str, shard: str, name: str) -> Found | str:
-    match = _FILE.fullmatch(name)
-    if match is None or not name.startswith(shard) or len(match[1]) % 2 or os.path.islink(path):
+def _found(path: str, model: str, shard: str, item: Item) -> Found | str:
+    match = _FILE.fullmatch(item.name)
+    if match is None or not item.is_file or shard != match[1][:2] or len(match[1]) % 2:
         return path
     part = STATES if match[2] == "states" else int(match[2])
     return Found(path, model, bytes.fromhex(match[1]), part, match[3] is not None)
 
 
-def _make(root: Path) -> None:
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not is_ours(root):
-        if others := sorted({*os.listdir(root)} - {TAG + TEMPORARY}):
+def _make(root: Path, files: Files) -> None:
+    _make_folders(root, files)
+    if not is_ours(root, files):
+        if others := [item.name for item in files.items(root) if item.name != TAG + TEMPORARY]:
             raise SettingError(
                 f"the folder {root} is not empty ({others[0]!r} is in it) and not a disk cache of OneKV; "
                 "give an empty or a new folder with --disk-cache"
             )
         # By rename: a kill in between must not leave a folder that is refused for ever.
         temporary = root / (TAG + TEMPORARY)
-        temporary.write_text(TAG_TEXT)
-        temporary.replace(root / TAG)
+        write_file(files, files.open(temporary, NEW), memoryview(TAG_TEXT.encode()))
+        files.rename(temporary, root / TAG)
     # A file system without modes, or a folder of another user, is as private as it can be.
     with suppress(PermissionError):
-        root.chmod(0o700)
+        files.chmod(root, 0o700)
 
 
-def _lock(root: Path) -> int:
-    handle = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _make_folders(folder: Path, files: Files) -> None:
+    try:
+        files.mkdir(folder)
+    except FileNotFoundError:
+        _make_folders(folder.parent, files)
+        files.mkdir(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _lock(root: Path, files: Files) -> int:
+    handle = files.open(root / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        os.ftruncate(handle, 0)
+        files.write(handle, memoryview(f"{os.getpid()}\n".encode()))
+    except BaseException as error:
         holder = os.read(handle, 32).decode("ascii", "replace").strip()
         os.close(handle)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        if not isinstance(error, OSError) or error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
         raise FolderInUse(
             f"the disk cache {root} is used by another process (pid {holder or 'unknown'}); "
             "stop that process, or give this one a folder of its own with --disk-cache"
         ) from error
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle
 
 
-def _remove_folder(folder: Path) -> None:
+def _remove_folder(files: Files, folder: Where) -> None:
     try:
-        folder.rmdir()
+        files.rmdir(folder)
     except OSError as error:
-        # Something foreign is in it, or it is a link: not ours to remove.
+        # Something foreign is in it: not ours to remove.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.ENOENT):
             raise

@@ -14,6 +14,7 @@ After a power cut a row may promise a file that did not get there; the checksum 
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .base import Address
+from .files import FILES, Files
 
 SCHEMA = 1
 PAGE = 4096
@@ -148,14 +150,15 @@ class DiskIndex:
             raise IndexDamaged(f"it is of version {row and row[0]}, not {SCHEMA}")
 
     @staticmethod
-    def create(path: Path) -> None:
+    def create(path: Path, files: Files = FILES) -> None:
         """A new index, there as a whole or not at all."""
         new = path.with_name(path.name + ".tmp")
         for ending in ("", "-journal", "-wal", "-shm"):
-            new.with_name(new.name + ending).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                files.unlink(new.with_name(new.name + ending))
         db = sqlite3.connect(new, isolation_level=None)
         try:
-            new.chmod(0o600)
+            files.chmod(new, 0o600)
             db.execute(f"PRAGMA page_size = {PAGE}")
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
@@ -166,7 +169,7 @@ class DiskIndex:
                 db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA),))
         finally:
             db.close()
-        new.replace(path)
+        files.rename(new, path)
 
     def close(self) -> None:
         self._db.close()

@@ -3,7 +3,6 @@
 Looking works while a server uses the folder. Checking and emptying take the folder for themselves.
 """
 
-import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,8 @@ from pathlib import Path
 import xxhash
 
 from ..errors import OneKVError, SettingError
-from .folder import INDEX, Folder, Found, file_size, is_ours
+from .files import FILES, READ, Files, file_size
+from .folder import INDEX, Folder, Found, is_ours
 from .index import DiskIndex, ModelUse, Name
 from .store import Store, open_index
 
@@ -68,7 +68,7 @@ def models(folder: Path) -> list[ModelUse]:
         ) from error
 
 
-def verify(folder: Path, progress: Callable[[int, int], None] | None = None) -> Report:
+def verify(folder: Path, progress: Callable[[int, int], None] | None = None, files: Files = FILES) -> Report:
     """Read every file and compare it with its checksum; remove what is damaged or left over.
 
     `progress` is told how many parts of how many are done. Raises FolderInUse, SettingError.
@@ -76,7 +76,7 @@ def verify(folder: Path, progress: Callable[[int, int], None] | None = None) -> 
     report = Report()
     if not folder.exists():
         return report
-    with _taken(folder) as (store, emptied):
+    with _taken(folder, files) as (store, emptied):
         report.corrupt += emptied
         # Leftovers of a kill are no orphans while a row knows them.
         store.settle()
@@ -99,7 +99,7 @@ def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
     """
     if not folder.exists() and model is None:
         return 0, 0
-    with _taken(folder) as (store, _):
+    with _taken(folder, FILES) as (store, _):
         uses = store.index.uses()
         chosen = {use.id for use in uses if model is None or use.name == model or use.hash.startswith(model)}
         if model is not None and not chosen:
@@ -117,10 +117,10 @@ def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
 
 
 @contextmanager
-def _taken(root: Path) -> Iterator[tuple[Store, bool]]:
+def _taken(root: Path, files: Files) -> Iterator[tuple[Store, bool]]:
     """The folder, for this process alone, and whether its index had to be made anew."""
     _must_be_ours(root)
-    folder = Folder(root)
+    folder = Folder(root, files)
     try:
         index, problem = open_index(folder)
         try:
@@ -144,7 +144,7 @@ def _check(store: Store, hash: str, name: Name, size: int, report: Report, bad: 
     path = store.folder.path(hash, name.key, name.part)
     report.checked += 1
     try:
-        actual, checksum = _checksum(path)
+        actual, checksum = _checksum(store.folder.files, path)
     except (FileNotFoundError, NotADirectoryError):
         report.missing += 1
         bad.append(name)
@@ -156,14 +156,17 @@ def _check(store: Store, hash: str, name: Name, size: int, report: Report, bad: 
         bad.append(name)
 
 
-def _checksum(path: str) -> tuple[int, bytes]:
+def _checksum(files: Files, path: str) -> tuple[int, bytes]:
     digest = xxhash.xxh3_128()
     size = 0
-    buffer = bytearray(_CHUNK)
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+    buffer = memoryview(bytearray(_CHUNK))
+    handle = files.open(path, READ)
+    try:
+        while count := files.read(handle, [buffer]):
+            digest.update(buffer[:count])
             size += count
+    finally:
+        files.close(handle)
     return size, digest.digest()
 
 
@@ -174,8 +177,8 @@ def _remove_orphans(store: Store, hashes: dict[int, str], report: Report) -> Non
             report.stray.append(found)
         elif found.temporary or not _known(store, numbers.get(found.model), found):
             report.orphans += 1
-            report.removed_bytes += file_size(found.path)
-            os.unlink(found.path)
+            report.removed_bytes += file_size(found.path, store.folder.files)
+            store.folder.files.unlink(found.path)
     store.folder.remove_empty()
 
 

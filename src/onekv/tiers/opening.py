@@ -1,7 +1,6 @@
 """From settings to a disk tier: where it is, how large it may be, and for which model."""
 
 import logging
-import shutil
 from pathlib import Path
 
 from mlx.nn.layers.base import Module
@@ -15,6 +14,7 @@ from ..models.paths import cache_dir
 from ..units import format_size, parse_size
 from .base import STATES
 from .disk import DiskTier
+from .files import CLOCK, FILES, Clock, Files
 from .folder import FolderInUse
 from .image import Image
 from .maintain import IndexUnreadable, models
@@ -30,8 +30,16 @@ def default_folder() -> Path:
     return cache_dir() / "kv"
 
 
-def open_tier(settings: Settings, plan: Plan, model: Module, name: str) -> DiskTier | None:
-    """The disk cache for `model`, as `settings` say; None if they say there is none.
+def open_tier(
+    settings: Settings,
+    plan: Plan,
+    model: Module,
+    name: str,
+    files: Files = FILES,
+    clock: Clock = CLOCK,
+    threads: bool = True,
+) -> DiskTier | None:
+    """The disk cache for `model`, as `settings` say; None if they say there is none. The last three: see `DiskTier`.
 
     OneKV's own folder is used by one process at a time: the second goes without a disk cache, and says so. A folder
     that was asked for by name is not left out: then FolderInUse is raised.
@@ -54,9 +62,12 @@ def open_tier(settings: Settings, plan: Plan, model: Module, name: str) -> DiskT
             name,
             images,
             plan.block_size,
-            disk_limit(settings, folder),
+            disk_limit(settings, folder, files),
             plan.queue,
             parse_size(budget, name="--disk-write-budget") if budget is not None else None,
+            files,
+            clock,
+            threads,
         )
     except FolderInUse as error:
         if not own:
@@ -74,12 +85,12 @@ def _check_unused(settings: Settings) -> None:
             )
 
 
-def disk_limit(settings: Settings, folder: Path) -> int:
+def disk_limit(settings: Settings, folder: Path, files: Files = FILES) -> int:
     """The most bytes `folder` may take. What it has now counts as free: it may be replaced."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    free: int = shutil.disk_usage(existing).free + _used(folder)
+    free = files.free(existing) + _used(folder)
     if settings.disk_limit is None:
         return min(MOST, free * SHARE // 100)
     limit = parse_size(settings.disk_limit, whole=free, name="--disk-limit")

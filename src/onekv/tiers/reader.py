@@ -8,10 +8,7 @@ part that cannot be used is reported as such; damaged ones are removed by the wr
 """
 
 import errno
-import os
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,6 +17,7 @@ import numpy as np
 import xxhash
 
 from .base import Target
+from .files import READ, read_file
 from .folder import Folder
 from .image import Image
 from .index import Row
@@ -47,9 +45,8 @@ class Readers:
         """Read what `rows` say to `targets`: what was wrong with each, True if nothing was, False if time was over."""
         answers: list[Problem | bool] = [False] * len(rows)
         left = deque(zip(range(len(rows)), rows, targets, strict=True))
-        futures = [
-            self._pool.submit(self._load_some, left, answers, deadline) for _ in range(min(READERS, len(rows) - 1))
-        ]
+        others = min(READERS, len(rows) - 1) if self._writer.place.threads else 0
+        futures = [self._pool.submit(self._load_some, left, answers, deadline) for _ in range(others)]
         try:
             self._load_some(left, answers, deadline)
         finally:
@@ -75,8 +72,8 @@ class Readers:
             self._writer.remove(row)
 
     def read_ahead(self, names: Sequence[tuple[bytes, int]]) -> None:
-        """Ask the system to have these files in its memory soon, where it can be asked."""
-        if hasattr(os, "posix_fadvise"):
+        """Ask the system to have these files in its memory soon."""
+        if self._writer.place.threads:
             self._pool.submit(self._advise, list(names))
 
     def stop(self) -> None:
@@ -100,18 +97,19 @@ class Readers:
 
     def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
         """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
+        files = self._folder.files
         try:
-            handle = _open(self._folder.path(self._hash, key, part))
+            handle = files.open(self._folder.path(self._hash, key, part), READ)
         except OSError:
             # Reading it will tell.
             return False
         try:
-            if only_if_absent and _in_memory(handle, self._images[part].size - 1):
+            if only_if_absent and files.in_memory(handle, self._images[part].size - 1):
                 return True
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+            files.read_ahead(handle)
             return False
         finally:
-            os.close(handle)
+            files.close(handle)
 
     def _load_some(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool], deadline: float) -> None:
         """Read what is left, at least one, until the deadline."""
@@ -122,7 +120,7 @@ class Readers:
                 # Another thread was faster.
                 return
             answers[number] = self._load(row, target) or True
-            if time.perf_counter() > deadline:
+            if self._shared.clock.monotonic() > deadline:
                 return
 
     def _load(self, row: Row, target: Target) -> Problem | None:
@@ -135,7 +133,8 @@ class Readers:
         else:
             views = [self._buffer(image.size)]
         try:
-            size = _read_file(self._folder.path(self._hash, row.name.key, row.name.part), image.size, views)
+            path = self._folder.path(self._hash, row.name.key, row.name.part)
+            size = read_file(self._folder.files, path, image.size, views)
         except OSError as error:
             return error
         if size != image.size:
@@ -166,46 +165,3 @@ def _finish(futures: Sequence[Future[None]]) -> None:
     finally:
         if not all(future.done() for future in futures):
             _finish(futures)
-
-
-def _read_file(path: str, size: int, views: list[memoryview]) -> int:
-    """The size of a file; if it is `size`, its content is in `views`, which together are as long."""
-    handle = _open(path)
-    try:
-        found = os.fstat(handle).st_size
-        if found != size:
-            return found
-        got = os.readv(handle, views)
-        while 0 < got < size:
-            # A file system that gives less than it is asked for.
-            more = os.readv(handle, _after(views, got))
-            if not more:
-                break
-            got += more
-        return got
-    finally:
-        os.close(handle)
-
-
-def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `views` after their first `count` bytes."""
-    left = []
-    for view in views:
-        if count < view.nbytes:
-            left.append(view[count:])
-        count = max(0, count - view.nbytes)
-    return left
-
-
-def _in_memory(handle: int, place: int) -> bool:
-    """Whether a byte of a file can be read without the disk."""
-    if sys.platform != "linux":
-        return False
-    try:
-        return os.preadv(handle, [bytearray(1)], place, os.RWF_NOWAIT) == 1
-    except OSError:
-        return False
-
-
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,10 +1,7 @@
 """What the engine's thread, the writer and the readers of a disk tier share.
 
 One lock guards all of it, and nothing is read from or written to the disk while it is held. Each condition is for one
-kind of waiter:
-
-    work     the writer, for tasks           room     offers that wait for a buffer
-    jobs     the readers, for parts to read  arrived  the engine, for parts that were read
+kind of waiter: `work` for the writer, `room` for offers that wait for a buffer.
 """
 
 import logging
@@ -15,6 +12,7 @@ from threading import Condition, Lock
 
 import numpy as np
 
+from .files import CLOCK, Clock
 from .folder import Folder
 
 log = logging.getLogger("onekv.tiers")
@@ -62,10 +60,10 @@ class Staging:
 
 
 class Shared:
-    def __init__(self, folder: Folder, staging: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Folder, staging: int, clock: Clock = CLOCK) -> None:
+        self._folder, self.clock = folder, clock
         self.lock = Lock()
-        self.work, self.room, self.jobs, self.arrived = (Condition(self.lock) for _ in range(4))
+        self.work, self.room = Condition(self.lock), Condition(self.lock)
         self.counts = Counts()
         self.staging = Staging(staging)
         # Parts that will be read: they are not evicted.
@@ -98,6 +96,6 @@ class Shared:
             self.failed = f"its index failed ({reason})" if there else "the folder is gone"
             # Errors of the operating system come as OperationalError; others say that the content is wrong.
             self.index_damaged = isinstance(reason, sqlite3.Error) and not isinstance(reason, sqlite3.OperationalError)
-            for condition in (self.work, self.room, self.jobs, self.arrived):
-                condition.notify_all()
+            self.work.notify_all()
+            self.room.notify_all()
         log.error("The disk cache %s is out of use until the next start: %s.", self._folder.root, self.failed)

@@ -8,7 +8,8 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder, file_size
+from .files import NEW, Files, write_file
+from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder
 from .index import BATCH, CHECKPOINT_PAGES, PAGE, WRITES, DiskIndex, Name, NewRow
 
 # What one transaction adds to the log at most, and what the log takes: it is written back after CHECKPOINT_PAGES.
@@ -26,7 +27,7 @@ def open_index(folder: Folder, any_thread: bool = False) -> tuple[DiskIndex, str
     Raises sqlite3.OperationalError or OSError if the disk does not allow it.
     """
     problem = None
-    if folder.index.exists():
+    if folder.has_index():
         try:
             return DiskIndex(folder.index, any_thread), None
         except sqlite3.OperationalError:
@@ -38,7 +39,7 @@ def open_index(folder: Folder, any_thread: bool = False) -> tuple[DiskIndex, str
     if problem is not None:
         folder.remove_files()
     folder.remove_index()
-    DiskIndex.create(folder.index)
+    DiskIndex.create(folder.index, folder.files)
     return DiskIndex(folder.index, any_thread), problem
 
 
@@ -59,7 +60,8 @@ class Store:
         gone: list[Name] = []
         for number, name in enumerate(each.row.name for each in new):
             try:
-                _write(self.folder.path(self._hashes[name.model], name.key, name.part), data[number])
+                path = self.folder.path(self._hashes[name.model], name.key, name.part)
+                _write(self.folder.files, path, data[number])
                 errors.append(None)
             except OSError as error:
                 errors.append(error)
@@ -84,10 +86,10 @@ class Store:
                     gone.append(name)
             except OSError:
                 self.index.stay([name for name in some if name not in gone])
-                raise
-            finally:
-                # Those between, if this is interrupted, are LEAVING: the next open removes them.
                 self.index.forget(gone)
+                raise
+            # If this was interrupted, all are LEAVING: the next open removes them.
+            self.index.forget(gone)
 
     def settle(self) -> int:
         """Finish what a kill interrupted; how many parts that were."""
@@ -99,35 +101,29 @@ class Store:
 
     def overhead(self) -> int:
         """The bytes that all but the parts take or may take before the next look."""
-        log = file_size(f"{self.folder.root}/{INDEX_FILES[1]}")
-        database = max(self.index.nbytes(), file_size(f"{self.folder.root}/{INDEX}"))
+        sizes = self.folder.sizes()
+        log = sizes[INDEX_FILES[1]]
+        database = max(self.index.nbytes(), sizes[INDEX])
         return database + max(log + TRANSACTION, LOG) + SMALL
 
     def _unlink(self, name: Name) -> None:
         self.folder.unlink(self._hashes[name.model], name.key, name.part)
 
 
-def _write(path: str, data: memoryview) -> None:
-    handle = _create(path + TEMPORARY)
-    try:
-        rest = data
-        while rest:
-            rest = rest[os.write(handle, rest) :]
-    finally:
-        os.close(handle)
-    os.rename(path + TEMPORARY, path)
+def _write(files: Files, path: str, data: memoryview) -> None:
+    write_file(files, _create(files, path + TEMPORARY), data)
+    files.rename(path + TEMPORARY, path)
 
 
-def _create(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+def _create(files: Files, path: str) -> int:
     try:
-        return os.open(path, flags, 0o600)
+        return files.open(path, NEW)
     except FileNotFoundError:
         shard = os.path.dirname(path)
         try:
-            os.mkdir(shard, 0o700)
+            files.mkdir(shard)
         except FileNotFoundError:
             # One by one, so that a root that is gone stays gone.
-            os.mkdir(os.path.dirname(shard), 0o700)
-            os.mkdir(shard, 0o700)
-        return os.open(path, flags, 0o600)
+            files.mkdir(os.path.dirname(shard))
+            files.mkdir(shard)
+        return files.open(path, NEW)

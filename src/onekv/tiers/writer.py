@@ -4,16 +4,16 @@ Tasks are done in the order they came. Parts that follow each other in the queue
 transaction, their files one after the other, their rows again in one; each buffer is free as soon as its file is made.
 Uses (`touch`) are merged by node and written at most once a second, and before anything is evicted or waited for. When
 the tier has failed the thread goes on, so that nobody waits for ever, and discards.
+
+Without threads (`Place.threads`) the same is done by `step`, on the thread that calls it, one job at a time.
 """
 
 import errno
 import os
 import sqlite3
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from threading import Event, Thread
 
 from .folder import Folder
@@ -39,6 +39,8 @@ class Place:
     limit: int
     # Bytes per day (UTC), if there is a bound.
     budget: int | None
+    # Whether there is a thread; else the caller's does a job when it is told to (`step`).
+    threads: bool = True
 
 
 class Writer:
@@ -87,7 +89,7 @@ class Writer:
     def touch(self, keys: Sequence[bytes], parts: Sequence[int]) -> None:
         with self.shared.lock:
             if not self._touched:
-                self._due = time.monotonic() + TOUCH_DELAY
+                self._due = self.shared.clock.monotonic() + TOUCH_DELAY
             for key in keys:
                 use = self._touched[key] = self._use()
                 for part in parts:
@@ -99,9 +101,12 @@ class Writer:
     def flush(self) -> None:
         barrier = Barrier(Event())
         with self.shared.lock:
-            if self._thread is None or self._stopping:
+            if self._stopping or (self.place.threads and self._thread is None):
                 return
             self._add(barrier)
+        if not self.place.threads:
+            while not barrier.reached.is_set():
+                self.step()
         barrier.reached.wait()
 
     def stop(self) -> None:
@@ -111,6 +116,8 @@ class Writer:
             self.shared.work.notify()
         if self._thread is not None:
             self._thread.join()
+        elif not self.place.threads:
+            self._run()
 
     def _add(self, task: Task) -> None:
         self._tasks.append(task)
@@ -118,13 +125,13 @@ class Writer:
         self.shared.work.notify()
 
     def _start(self) -> None:
-        if self._thread is None:
+        if self._thread is None and self.place.threads:
             self._thread = Thread(target=self._run, name="onekv-disk-writer", daemon=True)
             self._thread.start()
 
     def _use(self) -> Use:
         self._clock += 1
-        return Use(self._clock, time.time())
+        return Use(self._clock, self.shared.clock.now())
 
     def _give_back(self, task: Write) -> None:
         """The buffer is free, if it was not before."""
@@ -134,30 +141,42 @@ class Writer:
             self.shared.room.notify_all()
             task.buffer = None
 
-    # The thread.
+    # The thread, or the caller's if there are none.
 
     def _run(self) -> None:
-        index: DiskIndex | None = None
         try:
-            index = DiskIndex(self.place.folder.index)
-            self._store = Store(self.place.folder, index)
-        except sqlite3.Error as error:
-            self.shared.fail(error)
-        while (job := self._next()) is not None:
-            self._do(job)
-            self._end(job)
-        if index is not None:
-            index.close()
+            while self.step(wait=True):
+                pass
+        finally:
+            self.close_index()
 
-    def _next(self) -> Job | None:
-        """What to do next; None when there is nothing and will be nothing. Due uses are written meanwhile."""
+    def step(self, wait: bool = False) -> bool:
+        """Do the next job; False if there is none, with `wait` only if there will be none."""
+        job = self._next(wait)
+        if job is None:
+            return False
+        try:
+            self._do(job)
+        finally:
+            self._end(job)
+        return True
+
+    def close_index(self) -> None:
+        if self._store is not None:
+            self._store.index.close()
+            self._store = None
+
+    def _next(self, wait: bool) -> Job | None:
+        """What to do next; None when there is nothing, and with `wait` will be nothing. Due uses come with the rest."""
         while True:
             with self.shared.lock:
                 if self._tasks:
                     return self._take()
-                wait = self._due - time.monotonic() if self._touched else None
-                if not self._stopping and (wait is None or wait > 0):
-                    self.shared.work.wait(wait)
+                delay = self._due - self.shared.clock.monotonic() if self._touched else None
+                if not self._stopping and (delay is None or delay > 0):
+                    if not wait:
+                        return None
+                    self.shared.work.wait(delay)
                     continue
                 if not self._touched:
                     return None
@@ -177,7 +196,9 @@ class Writer:
 
     def _do(self, job: Job) -> None:
         try:
-            if self._store is not None and self.shared.failed is None:
+            if self.shared.failed is None:
+                if self._store is None:
+                    self._store = Store(self.place.folder, DiskIndex(self.place.folder.index))
                 self._perform(self._store, job)
                 return
         except sqlite3.Error as error:
@@ -247,7 +268,7 @@ class Writer:
                 self._give_back(tasks[number])
 
         data = [task.buffer for task in tasks if task.buffer is not None]
-        errors = store.put(new, data, _today(), made)
+        errors = store.put(new, data, self.shared.clock.today(), made)
         stored = [each.row for each, error in zip(new, errors, strict=True) if error is None]
         with self.shared.lock:
             counts = self.shared.counts
@@ -263,10 +284,10 @@ class Writer:
     def _may_write(self, store: Store, tasks: list[Write]) -> bool:
         """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
         size = sum(task.row.size for task in tasks)
-        budget = self.place.budget
-        if budget is not None and store.index.written(_today()) + size > budget:
+        budget, today = self.place.budget, self.shared.clock.today()
+        if budget is not None and store.index.written(today) + size > budget:
             self.shared.once(
-                ("budget", _today()), f"The disk cache {self.place.folder.root} has no write budget left today."
+                ("budget", today), f"The disk cache {self.place.folder.root} has no write budget left today."
             )
             return False
         self._write_touches(store)
@@ -361,7 +382,3 @@ class Writer:
             ("write", error.errno),
             f"The disk cache {root} cannot be written ({error.strerror}): blocks that do not fit RAM are lost.",
         )
-
-
-def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
