@@ -152,6 +152,16 @@ class EngineThread:
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
 
+    @property
+    def open_jobs(self) -> int:
+        """Jobs that were submitted and have not ended."""
+        return self._open
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is asked for that has not been carried out."""
+        return self._orders.empty()
+
     def stop(self, grace: float = 10.0) -> None:
         """Refuse new jobs, let those there are run for `grace` seconds, cancel the rest, close the engine."""
         with self._lock:

@@ -26,7 +26,7 @@ class KVMemory:
         self.pools = [Pool(group, count, block_size) for group, count in zip(layout.groups, blocks, strict=True)]
         self._holder = StepHolder()
         self._layers: list[PagedLayer] = []
-        self._state_layers: list[StateCache] = []
+        self.state_layers: list[StateCache] = []
         # The model's own argument: one cache per layer, in its order.
         self.caches: list[Any] = layout.build(self._make)
         self._open: set[Sequence] = set()
@@ -37,7 +37,7 @@ class KVMemory:
     def _make(self, leaf: Leaf) -> PagedLayer | StateCache:
         if leaf.group < 0:
             state = StateCache(len(self.layout.states[leaf.layer].parts))
-            self._state_layers.append(state)
+            self.state_layers.append(state)
             return state
         pool = self.pools[leaf.group]
         stored = pool.group.layers[leaf.layer]
@@ -74,13 +74,13 @@ class KVMemory:
         step = Step(sequences, count, self._previous)
         self._load_states(sequences)
         self._holder.step = step
-        before = [list(layer.cache) for layer in self._state_layers]
+        before = [list(layer.cache) for layer in self.state_layers]
         try:
             yield self.caches
             for layer in self._layers:
                 layer.finish()
         except BaseException:
-            for state_layer, state in zip(self._state_layers, before, strict=True):
+            for state_layer, state in zip(self.state_layers, before, strict=True):
                 state_layer.cache = state
             raise
         finally:
@@ -90,6 +90,13 @@ class KVMemory:
         self._previous = step
         for sequence in sequences:
             sequence.length += count
+
+    @property
+    def current(self) -> list[Sequence]:
+        """The sequences of the step that is being made, row by row."""
+        step = self._holder.step
+        assert step is not None, "no step is being made"
+        return step.sequences
 
     @property
     def attended(self) -> list[PagedLayer]:
@@ -110,16 +117,16 @@ class KVMemory:
     def arrays(self) -> list[mx.array]:
         """All that a step may have changed: evaluate these to have it stored."""
         pools = [array for pool in self.pools for layer in pool.layers for array in layer.all]
-        states = [part for layer in self._state_layers for part in layer.cache if part is not None]
+        states = [part for layer in self.state_layers for part in layer.cache if part is not None]
         return pools + states
 
     # Recurrent states: with their sequence, or stacked in the layers while the batch stays the same.
 
     def _load_states(self, sequences: list[Sequence]) -> None:
-        if not self._state_layers or sequences == self._batch:
+        if not self.state_layers or sequences == self._batch:
             return
         self._unload_states()
-        for index, layer in enumerate(self._state_layers):
+        for index, layer in enumerate(self.state_layers):
             rows = [s.states[index] if s.states else None for s in sequences]
             layer.cache = _stack(rows, len(layer.cache))
         for sequence in sequences:
@@ -131,9 +138,9 @@ class KVMemory:
         if sequence not in self._batch:
             return [list(state) for state in sequence.states]
         if len(self._batch) == 1:
-            return [list(layer.cache) for layer in self._state_layers]
+            return [list(layer.cache) for layer in self.state_layers]
         row = self._batch.index(sequence)
-        states = [[_row(part, row) for part in layer.cache] for layer in self._state_layers]
+        states = [[_row(part, row) for part in layer.cache] for layer in self.state_layers]
         # A lazy row would keep the whole batch alive.
         mx.eval(states)
         return states
@@ -147,13 +154,13 @@ class KVMemory:
     def _drop_batch(self) -> None:
         self._batch = []
         self._previous = None
-        for layer in self._state_layers:
+        for layer in self.state_layers:
             layer.cache = [None] * len(layer.cache)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of recurrent state held now."""
-        layers: int = sum(layer.nbytes for layer in self._state_layers)
+        layers: int = sum(layer.nbytes for layer in self.state_layers)
         waiting = [part for s in self._open for state in s.states for part in state]
         return layers + sum(part.nbytes for part in waiting if part is not None)
 

@@ -192,6 +192,7 @@ class Step:
     """`sequences` get `count` new tokens each; makes room for them."""
 
     def __init__(self, sequences: list[Sequence], count: int, previous: "Step | None" = None) -> None:
+        self.sequences = sequences
         lengths = [sequence.length for sequence in sequences]
         for sequence in sequences:
             sequence.advance(count)

@@ -1,0 +1,131 @@
+"""The simulated model: hashes in the place of keys and values, in the real pool, where the real tables say.
+
+It sees what a real model sees, the new tokens and the current step, and works through the pool's own memory. What it
+reads it compares with the truth at once (`Expected`), so a wrong block is found when it is first read, not when an
+answer happens to differ; and what it answers is made of what it read.
+"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import xxhash
+from mlx.nn.layers.base import Module
+
+from ..memory.kv import KVMemory
+from ..memory.pool import Pool
+from ..memory.sequence import Sequence
+from ..memory.table import Table
+from .truth import Hashes, Truth, as_rows, chain, logits, readable
+
+# The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.
+Expected = Callable[[Sequence], Hashes | None]
+View = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
+
+
+class Violation(BaseException):
+    """Something that must hold does not. No handler of the engine may take it for a failed request."""
+
+
+class HashModel(Module):
+    def __init__(self, truth: Truth) -> None:
+        super().__init__()
+        self.truth = truth
+        # Where it finds the current step: the memory of the engine that it runs in.
+        self.memory: Callable[[], KVMemory]
+        self.expected: Expected = lambda sequence: None
+        # Called before each forward with the sequences it is for; may raise, or return rows that become NaN.
+        self.before: Callable[[list[Sequence]], list[int]] = lambda sequences: []
+
+    def __call__(self, inputs: mx.array, cache: list[object]) -> mx.array:
+        memory = self.memory()
+        sequences = memory.current
+        spoilt = self.before(sequences)
+        views = [pool_views(pool) for pool in memory.pools]
+        tokens = np.array(inputs).tolist()
+        rows = [self._row(memory, views, row, sequence, tokens[row]) for row, sequence in enumerate(sequences)]
+        if self.truth.states:
+            self._write_states(memory, [prefix for _, prefix in rows])
+        scores = np.stack([logits(digest) for digest, _ in rows])
+        scores[spoilt] = np.nan
+        return mx.array(scores[:, None])
+
+    def _row(
+        self, memory: KVMemory, views: list[list[View]], row: int, sequence: Sequence, tokens: list[int]
+    ) -> tuple[int, int]:
+        """Store `tokens` after those of `sequence`; a digest of what the last one reads, and its prefix hash."""
+        length = sequence.length
+        states = self._states(memory, row) if self.truth.states and length else []
+        before = self._check(views, sequence, states)
+        hashes = np.array(chain(before, tokens), np.uint64)
+        last = length + len(tokens) - 1
+        digest = xxhash.xxh3_64()
+        for group, table in enumerate(sequence.tables):
+            new = slots(table, np.arange(length, last + 1))
+            for view, (mark, width, _) in zip(views[group], self.truth.arrays[group], strict=True):
+                view[:, new] = as_rows(hashes, mark, width)
+            read = slots(table, np.append(readable(table.rule, last), last))
+            for view in views[group]:
+                digest.update(np.ascontiguousarray(view[0, read]))
+        prefix = int(hashes[-2]) if len(hashes) > 1 else before
+        for number in range(self.truth.states):
+            passed_on = states[number] if states and len(tokens) == 1 else self.truth.state(prefix, number)
+            digest.update(passed_on)
+        return digest.intdigest(), int(hashes[-1])
+
+    def _states(self, memory: KVMemory, row: int) -> list[bytes]:
+        parts = [part for layer in memory.state_layers for part in layer.cache]
+        return [b"" if part is None else np.array(part[row]).tobytes() for part in parts]
+
+    def _check(self, views: list[list[View]], sequence: Sequence, states: list[bytes]) -> int:
+        """The prefix hash of what `sequence` has stored, by its rows and states; all that is read is compared."""
+        length, expected = sequence.length, self.expected(sequence)
+        if not length:
+            return self.truth.start
+        found: set[int] = set()
+        for group, table in enumerate(sequence.tables):
+            positions = readable(table.rule, length)
+            if not len(positions):
+                continue
+            read = slots(table, positions)
+            for view, (mark, width, _) in zip(views[group], self.truth.arrays[group], strict=True):
+                rows = view[:, read]
+                if expected is not None and not (rows == as_rows(expected[positions], mark, width)).all():
+                    raise Violation(f"{table.rule}: what was read for token {length} is not what was stored")
+                if width >= 8 and positions[-1] == length - 1:
+                    found.add(int(rows[0, -1, :8].copy().view(np.uint64)[0]) ^ mark)
+        for number, state in enumerate(states):
+            if expected is not None and state != self.truth.state(int(expected[length - 1]), number):
+                raise Violation(f"a recurrent state is not that of {length} tokens")
+            found.add(int.from_bytes(state, "little") ^ int.from_bytes(self.truth.state(0, number), "little"))
+        if len(found) != 1:
+            raise Violation(f"rows and states do not agree on what the {length} tokens of a sequence are")
+        return found.pop()
+
+    def _write_states(self, memory: KVMemory, hashes: list[int]) -> None:
+        number = 0
+        for layer in memory.state_layers:
+            for part in range(len(layer.cache)):
+                rows = b"".join(self.truth.state(prefix, number) for prefix in hashes)
+                layer.cache[part] = mx.array(np.frombuffer(rows, np.uint8).reshape(len(hashes), 8))
+                number += 1
+
+
+def pool_views(pool: Pool) -> list[View]:
+    """The pool's own memory, [heads, slots, bytes] per array; to be used at once."""
+    return [
+        np.frombuffer(memoryview(array), np.uint8).reshape(array.shape[0], array.shape[1], -1)  # type: ignore[arg-type]
+        for array in pool.arrays()
+    ]
+
+
+def slots(
+    table: Table, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Where a table keeps these positions."""
+    size = table.pool.block_size
+    blocks = np.array(table.blocks, np.int64)[positions // size]
+    if (blocks < 0).any():
+        raise Violation(f"{table.rule}: a position that is read has no block")
+    result: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks * size + positions % size
+    return result

@@ -1,0 +1,286 @@
+"""A run as a list of operations: made from a seed, carried out, and made shorter while it still fails.
+
+An operation is a name and two numbers. What they choose is taken modulo what there is at that moment, so every list of
+operations can be carried out, and the same list on the same configuration always does the same.
+"""
+
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from .client import Client, letter
+from .config import Config, make_config, vary
+from .faults import DISK_SITES, ENGINE_SITES, Kill, damage_file, damage_index, noise_in_index
+from .model import Violation
+from .world import World
+
+Operation = tuple[str, int, int]
+# How often each is chosen.
+WEIGHTS = {
+    "turn": 40,
+    "new": 5,
+    "continue": 8,
+    "fork": 6,
+    "repeat": 4,
+    "cancel": 4,
+    "work": 10,
+    "wait": 2,
+    "unpin": 2,
+    "clear": 0.4,
+    "probe": 1,
+    "break the engine": 3,
+    "break the disk": 4,
+    "damage a file": 1,
+    "damage the index": 0.5,
+    "noise in the index": 0.1,
+    "kill": 0.4,
+    "restart": 0.6,
+}
+
+
+def operations(random: Random) -> Iterator[Operation]:
+    names, weights = list(WEIGHTS), list(WEIGHTS.values())
+    while True:
+        yield random.choices(names, weights)[0], random.getrandbits(30), random.getrandbits(30)
+
+
+@dataclass
+class Outcome:
+    """What a script led to: `problem` is the first line of what went wrong, if something did."""
+
+    seed: int
+    turns: int
+    script: list[Operation]
+    counts: Counter[str]
+    struck: Counter[str]
+    problem: str | None = None
+    trace: str = ""
+    config: str = field(default="")
+
+
+class Run:
+    def __init__(self, config: Config, seed: int) -> None:
+        self.world = World(config)
+        self.seed = seed
+
+    def do(self, operation: Operation) -> None:
+        """Carry out one operation; a kill in it ends the process, and another one starts."""
+        name, a, b = operation
+        try:
+            _ACTIONS[name](self.world, a, b)
+        except Kill:
+            self.world.die()
+
+
+def run_seed(seed: int, turns: int) -> Outcome:
+    """Simulate at least `turns` turns of the engine's thread."""
+    random = Random(seed)
+    config = make_config(random)
+    done: list[Operation] = []
+
+    def record() -> Iterator[Operation]:
+        for operation in operations(random):
+            done.append(operation)
+            yield operation
+
+    return _run(config, seed, record(), turns, done)
+
+
+def run_script(config: Config, seed: int, script: list[Operation]) -> Outcome:
+    return _run(config, seed, iter(script), None, script)
+
+
+def _run(config: Config, seed: int, script: Iterator[Operation], turns: int | None, done: list[Operation]) -> Outcome:
+    quiet = logging.getLogger("onekv")
+    level, propagate = quiet.level, quiet.propagate
+    # Faults are the point here, and each is logged with its traceback.
+    quiet.setLevel(logging.CRITICAL + 1)
+    run: Run | None = None
+    problem, trace = None, ""
+    try:
+        run = Run(config, seed)
+        for operation in script:
+            run.do(operation)
+            if turns is not None and run.world.turns >= turns:
+                break
+        run.world.close()
+    except (Violation, Exception) as error:  # noqa: BLE001  whatever it is, it is the result
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        trace = traceback.format_exc()
+        if run is not None:
+            run.world.dispose()
+    finally:
+        quiet.setLevel(level)
+        quiet.propagate = propagate
+    world = run.world if run is not None else None
+    return Outcome(
+        seed,
+        world.turns if world else 0,
+        done,
+        world.counts if world else Counter(),
+        world.faults.struck if world else Counter(),
+        problem,
+        trace,
+        config.describe(),
+    )
+
+
+def shrink(seed: int, script: list[Operation], problem: str, tries: int = 400) -> list[Operation]:
+    """A shorter script that fails in the same way: parts are taken out, large ones first, as long as that works."""
+    config = make_config(Random(seed))
+    size = len(script) // 2
+    while size and tries:
+        start = 0
+        while start < len(script) and tries:
+            shorter = script[:start] + script[start + size :]
+            tries -= 1
+            if _kind(run_script(config, seed, shorter).problem) == _kind(problem):
+                script = shorter
+            else:
+                start += size
+        size //= 2
+    return script
+
+
+def _kind(problem: str | None) -> str | None:
+    """What makes two problems the same: not the numbers in them."""
+    return None if problem is None else "".join(c for c in problem if not c.isdigit())[:60]
+
+
+# Operations
+
+
+def _turn(world: World, a: int, b: int) -> None:
+    for _ in range(1 + a % 6):
+        world.turn()
+
+
+def _ask(world: World, salt: str, prompt: list[int], a: int) -> None:
+    """Submit a request, some of which are special."""
+    options = Random(a)
+    client = Client(
+        world.faults,
+        prompt or [1],
+        options.choice((1, 2, 4, 7, 12)),
+        salt,
+        pin=options.random() < 0.08,
+        constrained=options.random() < 0.15,
+        logprobs=options.random() < 0.1,
+        stop=letter(options.randrange(1, 5)) + letter(options.randrange(1, 5)) if options.random() < 0.1 else None,
+        cancel_after=options.randint(1, 5) if options.random() < 0.08 else None,
+    )
+    client.cancel = lambda: world.thread.cancel([client.job])
+    world.submit(client)
+
+
+def _tokens(seed: int, most: int) -> list[int]:
+    """Few different ones: prompts often begin alike."""
+    random = Random(seed)
+    return [random.randint(1, 3) for _ in range(random.randint(1, most))]
+
+
+def _new(world: World, a: int, b: int) -> None:
+    _ask(world, ("", "", "other")[b % 3], _tokens(b % 4096, 30), a)
+
+
+def _talk(world: World, b: int) -> tuple[str, list[int]]:
+    return world.talks[b % len(world.talks)] if world.talks else ("", [1, 2])
+
+
+def _continue(world: World, a: int, b: int) -> None:
+    salt, tokens = _talk(world, b)
+    _ask(world, salt, [*tokens, *_tokens(a % 1024, 9)], a)
+
+
+def _fork(world: World, a: int, b: int) -> None:
+    salt, tokens = _talk(world, b)
+    _ask(world, salt, [*tokens[: a % (len(tokens) + 1)], *_tokens(b % 1024, 9)], a)
+
+
+def _repeat(world: World, a: int, b: int) -> None:
+    salt, tokens = _talk(world, b)
+    _ask(world, salt, tokens[: max(1, len(tokens) - a % 3)], a)
+
+
+def _cancel(world: World, a: int, b: int) -> None:
+    if world.clients:
+        client = world.clients[a % len(world.clients)]
+        client.cancelled = True
+        client.cancel()
+
+
+def _work(world: World, a: int, b: int) -> None:
+    if world.tier is not None:
+        world.tier.work(1 + a % 4)
+
+
+def _wait(world: World, a: int, b: int) -> None:
+    world.clock.seconds += (0.02, 0.5, 2.0, 7.0)[a % 4]
+
+
+def _unpin(world: World, a: int, b: int) -> None:
+    if world.pins:
+        tokens, salt = world.pins.pop(a % len(world.pins))
+        world.call(lambda engine: engine.prefix.unpin(tokens, salt) if engine.prefix is not None else None)
+
+
+def _clear(world: World, a: int, b: int) -> None:
+    world.call(lambda engine: engine.prefix.clear() if engine.prefix is not None else None)
+
+
+def _probe(world: World, a: int, b: int) -> None:
+    salt, tokens = _talk(world, b)
+    world.call(lambda engine: engine.prefix.probe(tokens, salt) if engine.prefix is not None else None)
+
+
+def _break_engine(world: World, a: int, b: int) -> None:
+    world.faults.arm(ENGINE_SITES[a % len(ENGINE_SITES)], 1 + b % 12)
+
+
+def _break_disk(world: World, a: int, b: int) -> None:
+    world.faults.arm(DISK_SITES[a % len(DISK_SITES)], 1 + b % 40)
+
+
+def _damage_file(world: World, a: int, b: int) -> None:
+    world.counts["file damaged"] += damage_file(world.folder / "kv", a, b)
+
+
+def _damage_index(world: World, a: int, b: int) -> None:
+    world.counts["row damaged"] += damage_index(world.folder / "kv" / "index.db", a, b)
+
+
+def _noise(world: World, a: int, b: int) -> None:
+    world.counts["noise in the index"] += noise_in_index(world.folder / "kv" / "index.db", a)
+
+
+def _kill(world: World, a: int, b: int) -> None:
+    raise Kill
+
+
+def _restart(world: World, a: int, b: int) -> None:
+    world.restart(vary(world.config, Random(a)))
+
+
+_ACTIONS: dict[str, Callable[[World, int, int], None]] = {
+    "turn": _turn,
+    "new": _new,
+    "continue": _continue,
+    "fork": _fork,
+    "repeat": _repeat,
+    "cancel": _cancel,
+    "work": _work,
+    "wait": _wait,
+    "unpin": _unpin,
+    "clear": _clear,
+    "probe": _probe,
+    "break the engine": _break_engine,
+    "break the disk": _break_disk,
+    "damage a file": _damage_file,
+    "damage the index": _damage_index,
+    "noise in the index": _noise,
+    "kill": _kill,
+    "restart": _restart,
+}

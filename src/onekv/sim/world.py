@@ -1,0 +1,409 @@
+"""One simulated server: an engine on a folder, its clients, and what must hold after every step.
+
+The world owns what would be outside of the process: the folder, the clock, the clients and what they remember of their
+conversations. The engine, its thread's state and the tier are the process; `die` and `restart` replace them.
+
+Promises, checked after every turn of the engine's thread unless said otherwise:
+
+    - every count of pools, tables, index and snapshots is right (`check_integrity`)
+    - what the model reads is what was stored for those tokens (`HashModel`)
+    - nothing is reused that was not computed under the same salt
+    - the pool's arrays stay where they are, and every cached block holds what it says (now and then)
+    - the folder never takes more than its limit (after every change of a file)
+    - whoever ended got the tokens of a model without a cache, and exactly one end; who failed had a fault of its own
+    - when all have ended nothing is held; no client waits for ever
+"""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..engine import Engine, EngineThread, Request
+from ..errors import OneKVError, OverloadedError, SettingError
+from ..memory.blocks import block_tensors, state_tensors
+from ..memory.sequence import Sequence
+from ..memory.table import FORGOTTEN
+from ..tiers.base import STATES
+from ..tiers.disk import DiskTier
+from ..tiers.image import Image
+from .client import Client
+from .config import Config
+from .faults import Faults, Injected, Kill, SimClock, SimFiles
+from .model import HashModel, Violation, pool_views
+from .truth import STOP, Hashes, Truth, as_rows, chain
+
+# Turns without any change after which a request counts as stuck.
+PATIENCE = 400
+
+
+class World:
+    def __init__(self, config: Config, check_every: int = 1) -> None:
+        self.config = config
+        self.clock, self.faults = SimClock(), Faults()
+        self.folder = Path(tempfile.mkdtemp(prefix="onekv-sim-", dir=_memory_folder()))
+        self.counts: Counter[str] = Counter()
+        self.turns = 0
+        self._check_every = check_every
+        self.clients: list[Client] = []
+        self._hashes: dict[Sequence, tuple[Request, list[int]]] = {}
+        # Prefix hashes of all that was ever computed, by salt, and conversations that can go on.
+        self.seen: dict[str, set[int]] = {}
+        self.talks: list[tuple[str, list[int]]] = []
+        self.pins: list[tuple[list[int], str]] = []
+        self._states: dict[Request, str] = {}
+        self._start()
+
+    # The process
+
+    def _start(self) -> None:
+        config = self.config
+        self.truth = Truth(config.layout, config.model)
+        self.model = HashModel(self.truth)
+        self.tier = self._open_tier()
+        self.thread = EngineThread(
+            self._build, config.max_waiting, config.max_wait, check_integrity=True, now=self.clock.monotonic
+        )
+        self.engine = self.thread.open()
+        self._addresses = self._pool_addresses()
+        self.pins.clear()
+        self.counts["start"] += 1
+
+    def _build(self) -> Engine:
+        config = self.config
+        # The engine tries the model before it has all its parts.
+        engine = _Engine(self.model, config.plan, config.prefix_cache, config.decode_steps, self)
+        self.model.expected, self.model.before = self._expected, self._before
+        for pool in engine.memory.pools:
+            pool.copy = self._guarded(pool.copy)  # type: ignore[assignment, method-assign]
+        return engine
+
+    def _open_tier(self) -> DiskTier | None:
+        config = self.config
+        if config.disk_limit is None:
+            return None
+        images = {
+            g: Image(block_tensors(group, config.block_size), config.block_size)
+            for g, group in enumerate(config.layout.groups)
+        }
+        if config.layout.states:
+            images[STATES] = Image(state_tensors(config.layout), config.block_size)
+        staging = config.staging * max(image.size for image in images.values())
+        try:
+            return DiskTier(
+                self.folder / "kv",
+                f"model {config.model} {config.plan.stored_as}",
+                "sim",
+                images,
+                config.block_size,
+                config.disk_limit,
+                staging,
+                config.write_budget,
+                files=_Limited(self, self.faults, self.clock),
+                clock=self.clock,
+                threads=False,
+            )
+        except (Kill, SettingError) as error:
+            # A user would see that and try again.
+            self.counts[f"could not be opened: {type(error).__name__}"] += 1
+            if not self.faults.armed:
+                raise Violation(f"the disk cache cannot be opened: {error}") from error
+            self.faults.disarm()
+            return self._open_tier()
+
+    def die(self) -> None:
+        """The process is killed: whoever had not ended hears nothing more."""
+        self.counts["kill"] += 1
+        if self.tier is not None:
+            self.tier.kill()
+        self._leave()
+        self._start()
+
+    def restart(self, config: Config) -> None:
+        """The server is stopped and started again, perhaps with other settings."""
+        self.counts["restart"] += 1
+        self.thread.close(self.engine)
+        self._leave()
+        self.config = config
+        self._start()
+
+    def _leave(self) -> None:
+        self._count_figures()
+        self._note_tokens()
+        for client in self.clients:
+            client.forget()
+        self.clients.clear()
+        self._hashes.clear()
+        self._states.clear()
+
+    # What clients do
+
+    def submit(self, client: Client) -> None:
+        client.request.arrived(self.clock.seconds)
+        self.seen.setdefault(client.request.salt, set()).update(chain(self.truth.start, client.request.prompt))
+        try:
+            self.thread.submit([client.job])
+        except OverloadedError:
+            self.counts["refused: too many"] += 1
+            return
+        self.clients.append(client)
+
+    def call(self, function: Callable[[Engine], Any]) -> None:
+        """Have something done between two steps; only what a user can cause may be raised."""
+        future = self.thread.call(function)
+        self.turn()
+        try:
+            future.result(0)
+        except OneKVError:
+            self.counts["call refused"] += 1
+
+    # Turns
+
+    def turn(self) -> bool:
+        """One turn of the engine's thread, if it has something to do; everything is checked after it."""
+        if self.engine.idle and self.thread.quiet:
+            return False
+        self.turns += 1
+        self.clock.seconds += 0.001
+        self.thread.turn(self.engine)
+        self._follow_requests()
+        if self.turns % self._check_every == 0:
+            self.engine.check_integrity()
+        if self.turns % 61 == 0:
+            self.audit()
+        self.clients = [client for client in self.clients if not self._ended(client)]
+        return True
+
+    def _follow_requests(self) -> None:
+        """Note what became of each request; what it reuses must have been computed under its salt."""
+        engine = self.engine
+        for request in (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running):
+            before = self._states.get(request, "new")
+            if before == request.state:
+                continue
+            self.counts[f"{before} -> {request.state}"] += 1
+            self._states[request] = request.state
+            if request.state in ("prefilling", "running") and before in ("new", "waiting", "loading"):
+                self._check_reuse(request)
+
+    def _check_reuse(self, request: Request) -> None:
+        cached = request.cached_tokens
+        if cached >= len(request.prompt):
+            raise Violation(f"{cached} of {len(request.prompt)} tokens are cached: none is left to compute")
+        kind = "nothing" if not cached else "all" if cached == len(request.prompt) - 1 else "some"
+        self.counts[f"reused: {kind}"] += 1
+
+    def _ended(self, client: Client) -> bool:
+        if not client.ended:
+            return False
+        request = client.request
+        before = self._states.pop(request, "new")
+        self.counts[f"{before} -> {request.finish_reason}"] += 1
+        try:
+            client.check(self.truth)
+        except AssertionError as error:
+            raise Violation(str(error)) from error
+        self._note_tokens(client)
+        self.talks = [*self.talks[-30:], (request.salt, request.all_tokens)]
+        if request.pin and request.finish_reason in ("stop", "length"):
+            self.pins.append((request.prompt, request.salt))
+        return True
+
+    def _note_tokens(self, *clients: Client) -> None:
+        """Their tokens were computed, or may have been, under their salt."""
+        for client in clients or self.clients:
+            self.seen[client.request.salt].update(chain(self.truth.start, client.request.all_tokens))
+
+    def audit(self) -> None:
+        """What is too slow to check in every turn."""
+        self._note_tokens()
+        if self._pool_addresses() != self._addresses:
+            raise Violation("an array of the pool was copied")
+        prefix = self.engine.prefix
+        if prefix is None:
+            return
+        for salt, root in prefix.index.roots.items():
+            open_nodes = [(root, self.truth.start)]
+            while open_nodes:
+                node, start = open_nodes.pop()
+                hashes = chain(start, np.frombuffer(node.tokens, np.int32).tolist())
+                end = hashes[-1] if hashes else start
+                open_nodes += [(child, end) for child in node.children.values()]
+                if not hashes:
+                    continue
+                if end not in self.seen.get(salt, ()):
+                    raise Violation("a block is cached that was never computed under its salt")
+                self._audit_node(node, np.array(hashes, np.uint64))
+
+    def _audit_node(self, node: Any, hashes: Hashes) -> None:
+        prefix = self.engine.prefix
+        assert prefix is not None
+        for group, pool in enumerate(self.engine.memory.pools):
+            if node.blocks[group] == FORGOTTEN:
+                continue
+            begin = node.blocks[group] * pool.block_size
+            for view, (mark, width, _) in zip(pool_views(pool), self.truth.arrays[group], strict=True):
+                if not (view[:, begin : begin + len(hashes)] == as_rows(hashes, mark, width)).all():
+                    raise Violation(f"{pool.group.rule}: a cached block does not hold what it says")
+        snapshot = prefix.snapshots.get(node.key)
+        if snapshot is not None:
+            parts = [part for state in snapshot.states for part in state]
+            for number, part in enumerate(parts):
+                if np.array(part).tobytes() != self.truth.state(int(hashes[-1]), number):
+                    raise Violation("a snapshot is not of the tokens it is kept under")
+
+    def drain(self) -> None:
+        """Nothing more goes wrong; all that was asked for comes to its end, and nothing is held."""
+        self.faults.disarm()
+        still = 0
+        while not (self.engine.idle and self.thread.quiet):
+            before = self._progress()
+            self.clock.seconds += 0.01
+            self.turn()
+            still = still + 1 if self._progress() == before else 0
+            if still > PATIENCE:
+                states = [request.state for request in self._states]
+                raise Violation(f"requests make no progress: {states}")
+        for client in self.clients:
+            raise Violation(f"a client got no end: {client.request.state}, {client.request.finish_reason}")
+        if self.thread.open_jobs:
+            raise Violation(f"{self.thread.open_jobs} jobs count as open, and there is none")
+        self.audit()
+        for pool in self.engine.memory.pools:
+            if pool.held or pool.reserved:
+                raise Violation(f"{pool.group.rule}: {pool.held} blocks held, {pool.reserved} reserved by nobody")
+
+    def close(self) -> None:
+        try:
+            self.drain()
+            self.thread.close(self.engine)
+            for pool in self.engine.memory.pools:
+                if not self.pins and pool.free != pool.blocks:
+                    raise Violation(f"{pool.group.rule}: {pool.blocks - pool.free} blocks are left when all is closed")
+            self._count_figures()
+        finally:
+            self.dispose()
+
+    def dispose(self) -> None:
+        if self.tier is not None:
+            self.tier.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # Helpers
+
+    def _progress(self) -> tuple[object, ...]:
+        engine = self.engine
+        everyone = (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running)
+        lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.sequence else 0) for r in everyone)
+        hits = self.tier.stats().hits if self.tier is not None else 0
+        return lengths, hits
+
+    def _expected(self, sequence: Sequence) -> Hashes | None:
+        """The prefix hashes of the tokens that a sequence has stored."""
+        if sequence not in self._hashes:
+            owner = next((r for r in (*self.engine.prefilling, *self.engine.running) if r.sequence is sequence), None)
+            if owner is None:
+                return None
+            self._hashes[sequence] = (owner, chain(self.truth.start, owner.prompt))
+        request, hashes = self._hashes[sequence]
+        known = len(request.prompt) + len(request.tokens)
+        if len(hashes) < known:
+            hashes += chain(hashes[-1], request.tokens[len(hashes) - len(request.prompt) :])
+        if len(hashes) < sequence.length:
+            raise Violation(f"a sequence has {sequence.length} tokens stored, its request {len(hashes)}")
+        return np.array(hashes, np.uint64)
+
+    def _before(self, sequences: list[Sequence]) -> list[int]:
+        """Faults of the model."""
+        engine = self.engine
+        owners = {request.sequence: request for request in (*engine.prefilling, *engine.running)}
+        requests = [owners[sequence] for sequence in sequences if sequence in owners]
+        if self.faults.strikes("model"):
+            self._blame(*requests)
+            raise Injected("the model failed")
+        if len(requests) == len(sequences) and requests[0].state == "running" and self.faults.strikes("nan"):
+            victim = self.turns % len(requests)
+            self._blame(requests[victim])
+            return [victim]
+        return []
+
+    def _guarded(self, copy: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def guarded(source: int, target: int) -> None:
+            if self.faults.strikes("copy"):
+                self._blame(self.engine.waiting[0])
+                raise Injected("a block could not be copied")
+            self.counts["block copied"] += 1
+            copy(source, target)
+
+        return guarded
+
+    def _blame(self, *requests: Request) -> None:
+        """They may end with an error."""
+        for client in self.clients:
+            if client.request in requests:
+                client.blamed = True
+
+    def _pool_addresses(self) -> list[int]:
+        return [view.ctypes.data for pool in self.engine.memory.pools for view in pool_views(pool)]
+
+    def _count_figures(self) -> None:
+        """What the parts have counted since they were made."""
+        prefix = self.engine.prefix
+        if prefix is not None:
+            stats = prefix.stats()
+            self.counts["hits"] += stats.hits
+            self.counts["blocks evicted"] += stats.evicted_blocks
+            self.counts.update({f"miss: {reason}": count for reason, count in stats.misses.items()})
+        if self.tier is not None:
+            tier = self.tier.stats()
+            for name in ("hits", "writes", "evicted", "discarded", "corrupt"):
+                self.counts[f"disk: {name}"] += getattr(tier, name)
+            self.counts["disk: set aside"] += tier.failed is not None
+
+
+class _Engine(Engine):
+    """The engine knows its world before it tries the model."""
+
+    def __init__(self, model: HashModel, plan: Any, prefix_cache: bool, decode_steps: int, world: World) -> None:
+        model.memory = lambda: self.memory
+        super().__init__(
+            model,
+            plan,
+            {STOP},
+            prefix_cache,
+            decode_steps,
+            world.tier,
+            world.config.write_through,
+            now=world.clock.monotonic,
+        )
+
+
+class _Limited(SimFiles):
+    """Sees to it that the folder never takes more than its limit."""
+
+    def __init__(self, world: World, faults: Faults, clock: SimClock) -> None:
+        super().__init__(faults, clock)
+        self._world = world
+        self._writes = 0
+
+    def write(self, handle: int, data: memoryview) -> int:
+        count = super().write(handle, data)
+        self._writes += 1
+        if self._writes % 16 == 0:
+            self.check()
+        return count
+
+    def check(self) -> None:
+        limit = self._world.config.disk_limit
+        root = self._world.folder / "kv"
+        taken = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+        if limit is not None and taken > limit:
+            raise Violation(f"the folder takes {taken} bytes of {limit}")
+
+
+def _memory_folder() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
