@@ -1,9 +1,13 @@
 """Fixtures that all tests share."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Whatever runs, in this process and in those it starts: when it has ended, all blocks are counted.
+os.environ.setdefault("ONEKV_CHECK_INTEGRITY", "on")
 
 import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
 from terminal import Terminal

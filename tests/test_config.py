@@ -2,11 +2,13 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from onekv.config import DTYPES, Settings, add_arguments, flag, given_settings, variable
+from onekv.config import DTYPES, Settings, add_arguments, flag, given_settings, read_file, variable
 from onekv.errors import SettingError
 
 NAMES = [f.name for f in fields(Settings)]
@@ -28,6 +30,7 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "disk_write_budget": ("50GB", "50GB", "1GB"),
     "disk_queue": ("100MiB", "100MiB", "1GiB"),
     "hot_only": ("on", True, False),
+    "check_integrity": ("on", True, False),
 }
 
 
@@ -85,8 +88,94 @@ def test_help_names_flag_and_variable(name):
     assert "%%" not in text
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_batch", "prefill_chunk", "max_kv_size"])
-@pytest.mark.parametrize("value", [0, -3, 1.5, "64"])
+COUNTS = ("block_size", "max_batch", "prefill_chunk", "decode_steps", "max_kv_size")
+SIZES = ("kv_memory", "disk_limit", "disk_write_budget", "disk_queue")
+SWITCHES = ("prefix_cache", "hot_only", "check_integrity")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_means_the_same_in_every_place(name, monkeypatch):
+    """As a keyword, a flag, a variable, in a TOML file and in the object's own call."""
+    text, value, other = VALUES[name]
+    by_keyword = Settings.resolve({name: text})
+    assert getattr(by_keyword, name) == value
+    assert type(getattr(by_keyword, name)) is type(value)
+    assert Settings(**{name: text}) == by_keyword
+    assert Settings.resolve(parse(flag(name), text)) == by_keyword
+    assert Settings.resolve({}, {name: text}) == Settings.resolve({}, {name: value}) == by_keyword
+    monkeypatch.setenv(variable(name), text)
+    assert Settings.resolve({}, {name: other}) == by_keyword
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_none_is_not_given(name):
+    assert Settings(**{name: None}) == Settings()
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize(
+    ("value", "on"), [("off", False), ("No", False), ("0", False), (0, False), ("on", True), (1, True)]
+)
+def test_switches_as_people_write_them(name, value, on):
+    assert getattr(Settings.resolve({name: value}), name) is on
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", ["maybe", "", 2, 1.0, [], object])
+def test_what_is_no_switch_is_refused(name, value):
+    with pytest.raises(SettingError) as caught:
+        Settings(**{name: value})
+    assert str(caught.value) == f"{flag(name)} is {value!r}; it must be on or off"
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_numbers_or_texts(name):
+    assert getattr(Settings(**{name: 8e9}), name) == 8 * 10**9
+    assert getattr(Settings(**{name: np.int64(5)}), name) == 5
+    for value in (True, 1.5, "many", [1], Path("1GB")):
+        with pytest.raises(SettingError) as caught:
+            Settings(**{name: value})
+        assert f"{flag(name)}={value!r} is not a size" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("dtype", True, "--dtype is True; it must be one of float32"),
+        ("disk_policy", 1, "--disk-policy is 1; it must be one of write_back"),
+        ("kv_format", True, "--kv-format is True; it must be text"),
+        ("kv_format", ["q8"], r"--kv-format is \['q8'\]; it must be text"),
+        ("kv_plain_layers", -1, "--kv-plain-layers is -1; it must be a whole number of at least 0"),
+        ("kv_plain_layers", True, "--kv-plain-layers is True; it must be a whole number"),
+        ("disk_cache", True, "--disk-cache is True; it must be a folder"),
+        ("disk_cache", 5, "--disk-cache is 5; it must be a folder"),
+        ("disk_cache", b"kv", "--disk-cache is b'kv'; it must be a folder"),
+        ("disk_cache", " ", "--disk-cache is empty; give a folder, or auto"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_name(name, value, text):
+    with pytest.raises(SettingError, match=text):
+        Settings(**{name: value})
+    with pytest.raises(SettingError, match=text.partition(" ")[2].partition("; ")[0].removeprefix("is ")):
+        Settings.resolve({}, {name: value})
+
+
+def test_a_folder_may_be_a_path():
+    assert Settings(disk_cache=Path("some") / "where").disk_cache == "some/where"
+
+
+def test_the_place_of_a_wrong_value_is_named(monkeypatch):
+    with pytest.raises(SettingError, match="block_size in the TOML file=0 is not a whole number of at least 1"):
+        Settings.resolve({}, {"block_size": 0})
+    with pytest.raises(SettingError, match="--block-size is 'many'; it must be a whole number of at least 1"):
+        Settings.resolve(parse("--block-size", "many"))
+    monkeypatch.setenv("ONEKV_KV_MEMORY", "lots")
+    with pytest.raises(SettingError, match="ONEKV_KV_MEMORY='lots' is not a size"):
+        Settings.resolve({})
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [0, -3, 1.5, 64.0, True, "many", "1.5", "", [64]])
 def test_counts_must_be_whole_and_positive(name, value):
     with pytest.raises(SettingError) as caught:
         Settings.resolve({name: value})
@@ -123,8 +212,16 @@ def test_a_wrong_variable_loses_to_a_right_keyword(monkeypatch):
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones():
-    with pytest.raises(SettingError, match=r"unknown setting 'kv_memroy'; there are kv_memory, block_size"):
+    with pytest.raises(SettingError, match=r"unknown setting 'kv_memroy'; there are kv_memory, block_size.*") as caught:
         Settings.resolve({"kv_memroy": "1GB"})
+    assert str(caught.value).endswith("; did you mean kv_memory?")
+
+
+def test_an_unknown_name_in_a_file_is_refused_with_a_near_one(tmp_path):
+    file = tmp_path / "onekv.toml"
+    file.write_text('block-size = "64"\n')
+    with pytest.raises(SettingError, match=r"sets 'block-size'; there are .*; did you mean block_size\?"):
+        read_file(str(file), NAMES)
 
 
 def test_settings_do_not_change():

@@ -1,11 +1,15 @@
 """The library's front on the real default model: same tokens as mlx-lm, clear errors, nothing left behind."""
 
+from pathlib import Path
+
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
 from onekv import LLM, OneKVError
-from onekv.errors import MemoryBudgetError, PromptError, SettingError
+from onekv.errors import MemoryBudgetError, PromptError, SettingError, TooLongError
+from onekv.memory.pool import IntegrityError
 
 PROMPTS = (
     "The capital of France is",
@@ -115,7 +119,11 @@ def test_more_prompts_than_fit_wait_their_turn(llm):
         ([5, 10**6], {}, PromptError, "token id 1000000 is out of range: the model knows ids 0 to 49151"),
         ([-1], {}, PromptError, "token id -1 is out of range"),
         ([1] * 5000, {}, MemoryBudgetError, "the prompt has 5000 tokens .* raise --kv-memory"),
+        ([1.5], {}, PromptError, "the prompt is .*1.5.*; it must be text or a list of token ids"),
+        (7, {}, PromptError, "the prompt is 7; it must be text or a list of token ids"),
+        (b"Hi", {}, PromptError, "the prompt is b'Hi'; it must be text or a list of token ids"),
         ("Hi", {"max_tokens": 0}, PromptError, "max_tokens is 0"),
+        ("Hi", {"max_tokens": 1.5}, SettingError, "--max-tokens is 1.5; it must be a whole number"),
         ("Hi", {"temperature": -1}, SettingError, "temperature is -1"),
         ("Hi", {"top_p": 0}, SettingError, "top_p is 0"),
         ("Hi", {"tempreture": 1}, SettingError, "unknown option 'tempreture'"),
@@ -144,8 +152,92 @@ def test_a_closed_llm_says_so(smollm2_path):
         llm.generate("Hi")
 
 
-def test_a_model_object_needs_its_tokenizer(llm):
-    with pytest.raises(SettingError, match="tokenizer"):
-        LLM(llm.model)
-    with LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB") as other:
-        assert other.generate(PROMPTS[0], max_tokens=3).tokens == llm.generate(PROMPTS[0], max_tokens=3).tokens
+def test_a_model_object_with_its_tokenizer(llm):
+    expected = llm.generate(PROMPTS[0], max_tokens=3)
+    # mlx-lm's wrapper, or what it wraps.
+    for tokenizer in (llm.tokenizer, llm.tokenizer._tokenizer):
+        with LLM(llm.model, tokenizer=tokenizer, kv_memory="32MiB") as other:
+            completion = other.generate(PROMPTS[0], max_tokens=3)
+            assert (completion.tokens, completion.text) == (expected.tokens, expected.text)
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "q4"])
+def test_a_model_object_without_a_tokenizer_takes_token_ids(llm, kv_format):
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    with LLM(llm.model, kv_memory="32MiB", kv_format=kv_format) as bare:
+        whole = bare.generate(prompt, max_tokens=6)
+        if kv_format == "auto":
+            assert whole.tokens == llm.generate(prompt, max_tokens=6).tokens
+        assert (whole.text, len(whole.tokens), whole.finish_reason) == ("", 6, "length")
+        assert [c.tokens for c in bare.generate([prompt, prompt], max_tokens=6)] == [whole.tokens] * 2
+        stream = bare.stream(prompt, max_tokens=6)
+        seen = [list(stream.completion.tokens) for piece in stream if piece == ""]
+        assert len(seen) > 3
+        assert seen[-1] == whole.tokens
+        for call in (bare.generate, bare.stream):
+            with pytest.raises(PromptError, match=r"a text needs the model's tokenizer; pass tokenizer=\.\.\."):
+                call(PROMPTS[0])
+        for call in (bare.chat, bare.stream_chat):
+            with pytest.raises(PromptError, match=r"messages need the model's tokenizer; pass tokenizer=\.\.\."):
+                call([{"role": "user", "content": "Hi"}])
+
+
+def test_a_model_may_be_a_path(smollm2_path, llm):
+    with LLM(Path(smollm2_path), kv_memory="32MiB", progress=False) as other:
+        assert other.generate(PROMPTS[0], max_tokens=2).tokens == llm.generate(PROMPTS[0], max_tokens=2).tokens
+    for wrong in (None, 5, b"smollm2-135m"):
+        with pytest.raises(SettingError, match="it must be a name, a path or an mlx-lm model"):
+            LLM(wrong)
+
+
+def test_token_ids_of_any_integer_type(llm):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    expected = llm.generate(ids, max_tokens=2).tokens
+    for prompt in (tuple(ids), np.array(ids), list(np.array(ids))):
+        assert llm.generate(prompt, max_tokens=np.int32(2)).tokens == expected
+
+
+def test_the_models_context_is_the_limit(smollm2_path):
+    """A pool that holds more than the model was made for does not make it longer."""
+    with LLM(kv_memory="400MiB", progress=False) as roomy:
+        context = roomy.context
+        assert context < roomy.plan.longest
+        text = f"has {context - 8} tokens and max_tokens is 10: {context + 1} tokens in all, .* context is {context};"
+        prompt = [1] * (context - 8)
+        for call in (roomy.generate, roomy.stream):
+            with pytest.raises(TooLongError, match=text):
+                call(prompt, max_tokens=10)
+        with pytest.raises(TooLongError, match=f"context is {context};"):
+            roomy.chat([{"role": "user", "content": "word " * context}], max_tokens=1)
+        with pytest.raises(TooLongError, match=text):
+            roomy.generate([[1, 2], prompt], max_tokens=10)
+        assert roomy.engine.idle
+        roomy.stream(prompt, max_tokens=9).close()
+        # Cut to what is kept, a conversation may go on for ever.
+        with LLM(roomy.model, kv_memory="32MiB", max_kv_size=64) as ring:
+            ring.context = context
+            ring.stream(prompt, max_tokens=10).close()
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "closed stream"])
+def test_with_check_integrity_all_blocks_are_counted_after_a_call(llm, how):
+    """On in all tests; a block that nobody holds is noticed by the next call, and only where it is on."""
+    for on in (True, False):
+        other = LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB", check_integrity=on)
+        other.engine.memory.pools[0].reserve(1)
+        other.engine.memory.pools[0].take(1, None, 0)
+
+        def call(other=other) -> None:
+            if how == "generate":
+                other.generate("Hi", max_tokens=2)
+                return
+            stream = other.stream("Hi", max_tokens=4)
+            next(stream)
+            stream.close() if how == "closed stream" else list(stream)
+
+        if on:
+            with pytest.raises(IntegrityError):
+                call()
+        else:
+            call()
+    assert llm.settings.check_integrity

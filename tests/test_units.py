@@ -30,7 +30,28 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5MB", "1,5GB", "12XB", "4 G B", "%", "1e9", "nan", "5%%", "0x10"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GB",
+        "-5MB",
+        "1,5GB",
+        "12XB",
+        "4 G B",
+        "%",
+        "1e9",
+        "nan",
+        "5%%",
+        "0x10",
+        True,
+        1.5,
+        float("inf"),
+        None,
+        [1],
+        b"1GB",
+    ],
+)
 def test_what_is_no_size_is_refused_with_its_name(text):
     with pytest.raises(SettingError) as caught:
         parse_size(text, whole=100, name="--kv-memory")

@@ -5,27 +5,31 @@ may be open at once: whoever asks for text moves all of them on.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from types import TracebackType
 from typing import Any, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from .config import Settings
+from .config import Settings, whole
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
-from .errors import OneKVError, PromptError, SettingError
+from .errors import OneKVError, PromptError, SettingError, TooLongError
 from .memory import cpu_encoded
 from .memory.calibration import calibration_tokens
-from .memory.formats import parse
+from .memory.formats import KVFormat, parse
 from .memory.plan import Plan, make_plan
-from .models import DEFAULT_MODEL, load_model
-from .prefix.figures import PrefixStats
-from .tiers.base import TierStats
+from .models import DEFAULT_MODEL, context_length, load_model
+from .stats import MemoryStats, PoolStats, Stats, read_stats
 from .tiers.opening import open_tier
+
+__all__ = ["LLM", "Completion", "MemoryStats", "Message", "PoolStats", "Stats", "Stream"]
 
 log = logging.getLogger("onekv")
 
@@ -35,7 +39,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it."""
+    """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it.
+
+    `text` is empty where the LLM has no tokenizer.
+    """
 
     text: str
     tokens: list[int]
@@ -45,81 +52,38 @@ class Completion:
     timings: Timings
 
 
-@dataclass(frozen=True)
-class PoolStats:
-    """Blocks of one group: held by running sequences, idle (cached, not in use), pinned and not in use, or free.
-
-    `reserved` of the idle and free ones are promised to running sequences, `available` are not.
-    """
-
-    group: str
-    layers: int
-    block_bytes: int
-    blocks: int
-    held: int
-    peak_held: int
-    idle: int
-    peak_idle: int
-    pinned: int
-    free: int
-    reserved: int
-    available: int
-
-
-@dataclass(frozen=True)
-class MemoryStats:
-    """Bytes: by owner, and as MLX counts them for the whole process."""
-
-    weights: int
-    pool: int
-    states: int
-    active: int
-    peak: int
-    buffer_cache: int
-
-
-@dataclass(frozen=True)
-class Stats:
-    pools: tuple[PoolStats, ...]
-    memory: MemoryStats
-    # None when the prefix cache is off.
-    prefix: PrefixStats | None
-    # Colder places than the pool: the disk cache, if there is one.
-    tiers: tuple[TierStats, ...]
-    waiting: int
-    running: int
-    # Why sequences are decoded one by one instead of as a batch, if they are.
-    one_by_one: str | None
-
-
 class Stream(Iterator[str]):
-    """Pieces of text as they are generated. `completion` is what there is so far; `close` ends it early."""
+    """Pieces of text as they are generated. `completion` is what there is so far; `close` ends it early.
+
+    Where the LLM has no tokenizer the pieces are empty, and one comes with every step that gave a token.
+    """
 
     def __init__(self, llm: "LLM", request: Request) -> None:
         self._llm, self.request = llm, request
-        self._detokenizer = llm.tokenizer.detokenizer
+        self._detokenizer = llm.tokenizer.detokenizer if llm.tokenizer is not None else None
         self._read = 0
         self._text: list[str] = []
 
     def __next__(self) -> str:
         while True:
-            piece = self._take()
-            if piece:
+            new = self.request.tokens[self._read :]
+            self._read += len(new)
+            piece = self._decode(new)
+            if piece or (new and self._detokenizer is None):
                 self._text.append(piece)
                 return piece
-            if self.request.finished and self._read == len(self.request.tokens):
+            if self.request.finished:
                 if self.request.error is not None:
                     raise self.request.error
+                self._llm._ended()
                 raise StopIteration
             self._llm._step([self.request])
 
-    def _take(self) -> str:
-        """Text of the tokens that came since the last call."""
-        new = self.request.tokens[self._read :]
-        if not new:
+    def _decode(self, tokens: list[int]) -> str:
+        """The text of further tokens."""
+        if self._detokenizer is None or not tokens:
             return ""
-        self._read = len(self.request.tokens)
-        for token in new:
+        for token in tokens:
             if token not in self._llm.stop_tokens:
                 self._detokenizer.add_token(token)
         if self.request.finished:
@@ -130,6 +94,7 @@ class Stream(Iterator[str]):
         """Stop generating and release everything; what was generated stays in `completion`."""
         if not self.request.finished:
             self._llm.engine.cancel([self.request])
+            self._llm._ended()
 
     @property
     def completion(self) -> Completion:
@@ -161,41 +126,43 @@ class StoreBar:
 class LLM:
     """A language model with all its KV in one preallocated pool.
 
-    `model` is a name (`smollm2-135m`), a Hugging Face id, a folder in mlx-lm's format, a `.gguf` file, or an mlx-lm
-    model object together with its `tokenizer`. The other keywords are the fields of `Settings`.
+    `model` is a name (`smollm2-135m`), a Hugging Face id, a folder in mlx-lm's format, a `.gguf` file (as text or a
+    path), or an mlx-lm model object together with its `tokenizer`. A model object without one takes and gives token ids
+    alone: nothing but `max_tokens` ends an answer. The other keywords are the fields of `Settings`.
     """
 
     def __init__(
         self,
-        model: str | Module = DEFAULT_MODEL,
+        model: str | os.PathLike[str] | Module = DEFAULT_MODEL,
         *,
         tokenizer: Any = None,
         progress: bool = True,
         **settings: Any,
     ) -> None:
         self.settings = Settings.resolve(settings)
-        if isinstance(model, str):
-            loaded = load_model(model, dtype=self.settings.dtype, progress=progress)
-            self.name, self.model = loaded.name, loaded.model
-            self.tokenizer = tokenizer or loaded.tokenizer
-            self.context: int | None = loaded.config.get("max_position_embeddings")
-        else:
-            if tokenizer is None:
-                raise SettingError("an mlx-lm model was given without its tokenizer; pass tokenizer=...")
-            self.name, self.model, self.tokenizer = type(model).__module__, model, tokenizer
-            self.context = None
         kv_format = parse(self.settings.kv_format)
-        calibration = calibration_tokens(self.tokenizer) if kv_format.centred else ()
+        # The most tokens the model was made for, where that is known.
+        self.context: int | None = None
+        if isinstance(model, str | os.PathLike):
+            loaded = load_model(os.fspath(model), dtype=self.settings.dtype, progress=progress)
+            self.name, self.model = loaded.name, loaded.model
+            self.context = context_length(loaded.config)
+            tokenizer = tokenizer or loaded.tokenizer
+        elif isinstance(model, Module):
+            self.name, self.model = type(model).__module__, model
+        else:
+            raise SettingError(f"the model is {model!r}; it must be a name, a path or an mlx-lm model")
+        if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        self.tokenizer: Any = tokenizer
+        calibration = calibration_tokens(tokenizer) if kv_format.centred and tokenizer is not None else ()
         self.plan: Plan = make_plan(self.model, self.settings, self.context, calibration)
         self.plan.check()
-        if kv_format.warning is not None:
-            log.warning("onekv: %s", kv_format.warning)
-        if not kv_format.plain and mx.default_device() == mx.cpu and (reason := cpu_encoded.why_not()) is not None:
-            log.warning("onekv: %s", reason)
+        self._warn(kv_format)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
-        self.stop_tokens: set[int] = set(self.tokenizer.eos_token_ids)
+        self.stop_tokens: set[int] = set(tokenizer.eos_token_ids) if tokenizer is not None else set()
         self._engine: Engine | None = None
         tier = open_tier(self.settings, self.plan, self.model, self.name)
         try:
@@ -212,6 +179,18 @@ class LLM:
         finally:
             if self._engine is None and tier is not None:
                 tier.close()
+
+    def _warn(self, kv_format: KVFormat) -> None:
+        if kv_format.warning is not None:
+            log.warning("onekv: %s", kv_format.warning)
+        if kv_format.centred and self.tokenizer is None:
+            log.warning(
+                "onekv: --kv-format %s without a tokenizer: keys are not centred, which makes answers worse; "
+                "pass tokenizer=..., or use q8",
+                kv_format,
+            )
+        if not kv_format.plain and mx.default_device() == mx.cpu and (reason := cpu_encoded.why_not()) is not None:
+            log.warning("onekv: %s", reason)
 
     @property
     def engine(self) -> Engine:
@@ -232,13 +211,13 @@ class LLM:
         Sampling: temperature (0, the default, is greedy), top_p, top_k, min_p, seed. `salt`: only requests of the same
         salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
         """
-        many = isinstance(prompt, list) and not all(isinstance(item, int) for item in prompt)
+        many = isinstance(prompt, list) and not all(isinstance(item, Integral) for item in prompt)
         if isinstance(prompt, list) and not prompt:
             raise PromptError("the prompt is empty; it must have at least one token")
         prompts: list[Any] = list(prompt) if many else [prompt]
         requests = [self._request(item, max_tokens, dict(sampling)) for item in prompts]
         for request in requests:
-            self.engine.validate(request)
+            self._validate(request)
         for request in requests:
             self.engine.submit(request)
         streams = [Stream(self, request) for request in requests]
@@ -255,6 +234,7 @@ class LLM:
     def stream(self, prompt: Prompt, max_tokens: int = 256, **sampling: Any) -> Stream:
         """Like `generate` for one prompt, but gives the text piece by piece."""
         request = self._request(prompt, max_tokens, dict(sampling))
+        self._validate(request)
         self.engine.submit(request)
         return Stream(self, request)
 
@@ -269,6 +249,8 @@ class LLM:
         """The tokens that `messages` become under the model's chat template."""
         if not messages:
             raise PromptError("there are no messages; give at least one")
+        if self.tokenizer is None:
+            raise PromptError("messages need the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
         if self.tokenizer.chat_template is None:
             raise PromptError(f"{self.name} has no chat template; use generate with a plain prompt")
         tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -285,36 +267,7 @@ class LLM:
             self.engine.prefix.clear()
 
     def stats(self) -> Stats:
-        engine = self.engine
-        pools = tuple(
-            PoolStats(
-                group=str(pool.group.rule),
-                layers=len(pool.group.layers),
-                block_bytes=pool.block_bytes,
-                blocks=pool.blocks,
-                held=pool.held,
-                peak_held=pool.peak_held,
-                idle=pool.idle,
-                peak_idle=pool.peak_idle,
-                pinned=int((pool.pinned & (pool.references == 0)).sum()),
-                free=pool.free,
-                reserved=pool.reserved,
-                available=pool.available,
-            )
-            for pool in engine.memory.pools
-        )
-        memory = MemoryStats(
-            weights=self.plan.weights,
-            pool=sum(pool.nbytes for pool in engine.memory.pools),
-            states=engine.memory.state_bytes,
-            active=mx.get_active_memory(),
-            peak=mx.get_peak_memory(),
-            buffer_cache=mx.get_cache_memory(),
-        )
-        running = len(engine.running) + len(engine.prefilling) + len(engine.loading)
-        prefix = engine.prefix.stats() if engine.prefix is not None else None
-        tiers = (engine.tier.stats(),) if engine.tier is not None else ()
-        return Stats(pools, memory, prefix, tiers, len(engine.waiting), running, engine.one_by_one)
+        return read_stats(self.engine)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
@@ -346,15 +299,39 @@ class LLM:
         unknown = [name for name in sampling if name not in known]
         if unknown:
             raise SettingError(f"unknown option {unknown[0]!r}; there are max_tokens, {', '.join(known)}, salt, pin")
-        if isinstance(prompt, str):
-            if not prompt:
-                raise PromptError("the prompt is empty; it must have at least one token")
-            if any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise PromptError("the prompt has half a character (a lone surrogate); it must be valid text")
-            tokens = self.tokenizer.encode(prompt)
-        else:
-            tokens = [int(token) for token in prompt]
-        return Request(tokens, max_tokens, Sampling(**sampling), salt, pin)
+        count = whole()(max_tokens, "--max-tokens")
+        return Request(self._tokens(prompt), count, Sampling(**sampling), salt, pin)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            listed = isinstance(prompt, Iterable) and not isinstance(prompt, bytes)
+            tokens: list[Any] = list(prompt) if listed else [None]
+            if not all(isinstance(token, Integral) for token in tokens):
+                raise PromptError(f"the prompt is {str(prompt)[:80]}; it must be text or a list of token ids")
+            return [int(token) for token in tokens]
+        if not prompt:
+            raise PromptError("the prompt is empty; it must have at least one token")
+        if self.tokenizer is None:
+            raise PromptError("a text needs the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise PromptError("the prompt has half a character (a lone surrogate); it must be valid text")
+        return [int(token) for token in self.tokenizer.encode(prompt)]
+
+    def _validate(self, request: Request) -> None:
+        """Raises if the request can never be served, or is longer than the model was made for."""
+        self.engine.validate(request)
+        # With `max_kv_size` the model never sees more than that at once.
+        if self.context is None or self.settings.max_kv_size is not None or request.max_length <= self.context:
+            return
+        raise TooLongError(
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: {request.max_length} "
+            f"tokens in all, but the model's context is {self.context}; shorten the prompt or lower max_tokens"
+        )
+
+    def _ended(self) -> None:
+        """After a request; with `check_integrity` all blocks are counted where nothing else runs."""
+        if self.settings.check_integrity and self.engine.idle:
+            self.engine.check_integrity()
 
     def _step(self, requests: list[Request]) -> None:
         """Move the engine on; whatever interrupts it, `requests` hold nothing afterwards."""

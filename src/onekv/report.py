@@ -11,7 +11,7 @@ from .llm import LLM, Completion, Message
 from .memory.formats import NAMES, parse
 from .memory.layout import encoded
 from .memory.plan import MARGIN, Plan, divide, make_plan
-from .models import load_model
+from .models import context_length, load_model
 from .units import format_size
 
 
@@ -31,7 +31,7 @@ def table(rows: list[list[str]], header: list[str]) -> str:
 def print_plan(name: str, settings: Settings) -> int:
     """Print the plan for a model; 1 if it does not fit."""
     loaded = load_model(name, dtype=settings.dtype, lazy=True)
-    plan = make_plan(loaded.model, settings, loaded.config.get("max_position_embeddings"))
+    plan = make_plan(loaded.model, settings, context_length(loaded.config))
     print(f"{loaded.name} on {plan.device.name}\n")
     print(plan_table(plan))
     print("\n" + _formats_table(plan, settings))

@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from .errors import SettingError
 
@@ -13,12 +14,15 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
-def parse_size(text: str | int, *, whole: int | None = None, name: str = "size") -> int:
+def parse_size(text: str | int | float, *, whole: int | None = None, name: str = "size") -> int:
     """Bytes in `text`; a percentage is taken of `whole`. `name` is the setting, for the error message."""
-    if isinstance(text, int):
-        size = text
+    if isinstance(text, Integral) and not isinstance(text, bool):
+        size = int(text)
+    elif isinstance(text, float) and text.is_integer():
+        # As `8e9` is.
+        size = int(text)
     else:
-        match = _SIZE.fullmatch(str(text))
+        match = _SIZE.fullmatch(text) if isinstance(text, str) else None
         unit = match.group(2).lower() if match else None
         if match is None or (unit != "%" and unit not in _UNITS):
             raise SettingError(f"{name}={text!r} is not a size; write it like 512MB, 4GiB or 50%")

@@ -21,7 +21,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 
 import onekv.models
 from onekv.errors import FetchError, ModelFormatError, ModelNotFoundError, SettingError
-from onekv.models import DEFAULT_MODEL, load_model
+from onekv.models import DEFAULT_MODEL, context_length, load_model
 from onekv.models.gguf_header import read_header
 from onekv.models.gguf_tokenizer import build_tokenizer
 
@@ -46,6 +46,34 @@ def make_folder(folder: Path, dtype: mx.Dtype = mx.float32, bits: int | None = N
 
 def dtypes(model: Any) -> set[mx.Dtype]:
     return {array.dtype for _, array in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": None}, None),
+        ({"max_position_embeddings": 4096}, 4096),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": 100, "rope_scaling": None}, 100),
+        (
+            {
+                "max_position_embeddings": 40960,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+    ],
+)
+def test_the_context_a_config_tells(config, length):
+    assert context_length(config) == length
 
 
 def test_default_model(smollm2_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Nearly all of mlx-lm's models take one position per row and pass what a cache returns straight to attention. Some need a
 plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
-what a cache returns elsewhere. Two short sequences, decoded in each way, tell.
+what a cache returns elsewhere. Two short sequences, decoded in each way, tell. They are stored as any other sequence:
+in chunks of the plan, and shorter where the pool is that small.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from ..memory.kv import KVMemory
 from ..memory.pool import OutOfBlocks
 from ..memory.sequence import Sequence
 
+# Tokens stored before the step that is compared.
 LENGTHS = (3, 21)
 # Chooses what to read by the slot a token lies in, and only in contexts too long to try here.
 BY_SLOT = {"mlx_lm.models.minimax_m3_vl"}
@@ -40,7 +42,7 @@ def why_one_by_one(model: Module, memory: KVMemory) -> str | None:
     try:
         together = _decode(model, memory, range(len(LENGTHS)))
     except OutOfBlocks:
-        return "the pool holds one short sequence only"
+        return "the KV pool has no room for two sequences to try it with"
     except (TypeError, ValueError) as error:
         return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
     if _close(together, alone, memory):
@@ -55,17 +57,22 @@ def _close(logits: mx.array, expected: mx.array, memory: KVMemory) -> bool:
 
 
 def _decode(model: Module, memory: KVMemory, rows: Iterable[int]) -> mx.array:
-    """Logits of one decode step of sequences that have LENGTHS[row] tokens stored."""
+    """Logits of one decode step of sequences that have LENGTHS[row] tokens stored, or what the pool can hold."""
+    longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     sequences: list[Sequence] = []
     inputs = []
     try:
         for row in rows:
-            tokens = np.random.default_rng(row).integers(0, memory.layout.vocabulary, LENGTHS[row] + 1)
+            length = min(LENGTHS[row], longest - 1)
+            tokens = np.random.default_rng(row).integers(0, memory.layout.vocabulary, length + 1)
             inputs.append(tokens[-1:])
             sequences.append(memory.open(len(tokens)))
-            with memory.step(sequences[-1:], LENGTHS[row]) as caches:
-                model(mx.array(tokens[None, :-1]), cache=caches)
-            mx.eval(memory.arrays())
+            for start in range(0, length, memory.chunk):
+                count = min(memory.chunk, length - start)
+                with memory.step(sequences[-1:], count) as caches:
+                    model(mx.array(tokens[None, start : start + count]), cache=caches)
+                mx.eval(memory.arrays())
+            sequences[-1].prefilled()
         with memory.step(sequences, 1) as caches:
             logits: mx.array = model(mx.array(np.stack(inputs)), cache=caches)
         mx.eval(logits, memory.arrays())

@@ -16,6 +16,8 @@ NAME = "scaled_dot_product_attention"
 Mask = mx.array | str | None
 
 stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
+# The modules whose models OneKV's engine runs: there the name stays replaced.
+hooked: set[str] = set()
 _watchers: list[list[int]] = []
 
 
@@ -56,8 +58,9 @@ def attention(
 def install(model: Module) -> None:
     """Replace the name in every module that defines a part of `model`."""
     for name in {type(part).__module__ for part in model.modules()}:
-        if getattr(sys.modules[name], NAME, None) is stock_attention:
+        if getattr(sys.modules[name], NAME, None) in (stock_attention, attention):
             setattr(sys.modules[name], NAME, attention)
+            hooked.add(name)
 
 
 @contextmanager

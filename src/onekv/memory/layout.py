@@ -208,10 +208,18 @@ def _number(layer: KVLayer) -> int:
 
 
 def stock_caches(model: Module) -> list[Any]:
-    """mlx-lm's own caches for `model`: they say what each layer keeps."""
-    if hasattr(model, "make_cache"):
-        return list(model.make_cache())
-    return [KVCache() for _ in model.layers]
+    """mlx-lm's own caches for `model`: they say what each layer keeps.
+
+    Also where `onekv.mlx_lm.install` has put others in their place: those know which ones they stand for.
+    """
+    made = model.make_cache() if hasattr(model, "make_cache") else [KVCache() for _ in model.layers]
+    return [_stock(cache) for cache in made]
+
+
+def _stock(cache: Any) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*map(_stock, cache.caches))
+    return cache.stock() if hasattr(cache, "stock") else cache
 
 
 class _Reader:

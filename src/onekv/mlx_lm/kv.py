@@ -27,6 +27,10 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
         self._given: dict[str, mx.array] = {}
         self._fetched: Pair | None = None
 
+    def stock(self) -> StockKVCache:
+        """An empty cache of mlx-lm's own that keeps the same."""
+        return StockKVCache()
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         self._fetched = None
         self._sequence.append(keys, values, self.step)

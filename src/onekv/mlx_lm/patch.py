@@ -1,12 +1,13 @@
 """Puts OneKV's classes in the place of mlx-lm's, and back.
 
 Modules of mlx-lm hold the classes under the names they imported. `install` replaces every such name in the modules that
-are loaded; modules that are loaded later import from those. `uninstall` puts back what was there. Caches that exist
-already stay what they are. Classes that mlx-lm does not have are added where `load_prompt_cache` looks for them.
+are loaded; modules that are loaded later import from those. `uninstall` puts back what was there, except for the
+attention of models that an `LLM` runs, installed or not. Caches that exist already stay what they are. Classes that
+mlx-lm does not have are added where `load_prompt_cache` looks for them.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +40,6 @@ _PAIRS: list[tuple[Any, Any]] = [
     (hook.stock_attention, hook.attention),
 ]
 _ADDED = [TurboQuantKVCache]
-# Names that OneKV's own engine had replaced before: they stay.
-_before: set[tuple[str, str]] = set()
 
 
 def is_installed() -> bool:
@@ -57,16 +56,14 @@ def install(kv_memory: int | str | None = None) -> None:
     if kv_memory is not None:
         POOL.set_limit(kv_memory)
     if not is_installed():
-        _before.update((module.__name__, name) for module, name, _ in _names([ours for _, ours in _PAIRS]))
-        _replace({id(stock): ours for stock, ours in _PAIRS}, set())
+        _replace({id(stock): ours for stock, ours in _PAIRS})
         for added in _ADDED:
             setattr(cache, added.__name__, added)
 
 
 def uninstall() -> None:
     if is_installed():
-        _replace({id(ours): stock for stock, ours in _PAIRS}, _before)
-        _before.clear()
+        _replace({id(ours): stock for stock, ours in _PAIRS}, leave={(name, hook.NAME) for name in hook.hooked})
         for added in _ADDED:
             delattr(cache, added.__name__)
 
@@ -83,7 +80,7 @@ def installed(kv_memory: int | str | None = None) -> Iterator[None]:
             uninstall()
 
 
-def _replace(by: dict[int, Any], leave: set[tuple[str, str]]) -> None:
+def _replace(by: dict[int, Any], leave: Container[tuple[str, str]] = ()) -> None:
     for module, name, value in list(_names([stock for pair in _PAIRS for stock in pair])):
         if id(value) in by and (module.__name__, name) not in leave:
             setattr(module, name, by[id(value)])

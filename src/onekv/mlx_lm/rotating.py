@@ -76,6 +76,10 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
     # What a chunk that did not fit reads, for layers that share it; gone with the next update.
     _fetched: Pair | None = None
 
+    def stock(self) -> StockRotating:
+        """An empty cache of mlx-lm's own that keeps the same."""
+        return StockRotating(max_size=self.max_size, keep=self.keep)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
         self._fetched = None
         count = keys.shape[2]

@@ -6,15 +6,15 @@ Names are resolved on first use, because `onekv.models.blas` must run before MLX
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .loader import LoadedModel, load_model
+    from .loader import LoadedModel, context_length, load_model
 
 DEFAULT_MODEL = "smollm2-135m"
 
-__all__ = ["DEFAULT_MODEL", "LoadedModel", "load_model"]
+__all__ = ["DEFAULT_MODEL", "LoadedModel", "context_length", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LoadedModel", "load_model"):
+    if name in ("LoadedModel", "context_length", "load_model"):
         from .limits import import_mlx_lm
 
         import_mlx_lm()

@@ -50,6 +50,21 @@ def load_model(name: str, *, dtype: str | None = None, lazy: bool = False, progr
     return LoadedModel(_display_name(name), model, tokenizer, config)
 
 
+def context_length(config: dict[str, Any]) -> int | None:
+    """The most tokens the model of a config.json was made for; None if it does not say."""
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    length = inner.get("max_position_embeddings")
+    # YaRN is often added to a config that still has the length from before.
+    scaling = inner.get("rope_scaling") or inner.get("rope_parameters")
+    if isinstance(length, int) and isinstance(scaling, dict):
+        kind = scaling.get("rope_type", scaling.get("type"))
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+        if kind == "yarn" and isinstance(factor, int | float) and isinstance(original, int):
+            return max(length, int(original * factor))
+    return length if isinstance(length, int) else None
+
+
 def _parse_dtype(dtype: str | None) -> mx.Dtype | None:
     if dtype is None:
         return None
