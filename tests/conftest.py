@@ -4,7 +4,12 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# Each run tries other examples. What fails is printed with what reproduces it, and is tried first by the next run.
+hypothesis.settings.register_profile("explore", derandomize=False, print_blob=True, deadline=None)
+hypothesis.settings.load_profile("explore")
 
 # Whatever runs, in this process and in those it starts: when it has ended, all blocks are counted.
 os.environ.setdefault("ONEKV_CHECK_INTEGRITY", "on")
