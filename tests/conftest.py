@@ -1,16 +1,26 @@
 """Fixtures that all tests share."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
+from terminal import Terminal
+
+# Each run tries other examples. What fails is printed with what reproduces it, and is tried first by the next run.
+hypothesis.settings.register_profile("explore", derandomize=False, print_blob=True, deadline=None)
+hypothesis.settings.load_profile("explore")
 
 # Whatever runs, in this process and in those it starts: when it has ended, all blocks are counted.
 os.environ.setdefault("ONEKV_CHECK_INTEGRITY", "on")
 
-import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
-from terminal import Terminal
+# A background job of a script is started with Ctrl-C ignored, and so are its children: tests that press it would wait.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -8,6 +8,12 @@ import sys
 import pytest
 
 PATIENCE = 120
+# Before a command: it is started with Ctrl-C ignored, as a script does for its background jobs.
+UNINTERRUPTED = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])",
+)
 
 
 class Terminal:

@@ -1,4 +1,4 @@
-"""The reference models run on stock mlx-lm caches as the table says."""
+"""The reference models run on stock mlx-lm caches as the table says, and on OneKV's engine with the same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from architectures import ARCHITECTURES, VOCAB, build, cache_kind
+from onekv.engine import Request
+from onekv.errors import UnsupportedLayerError
+from stock import engine_of
 
+# Kept in a class of mlx-lm's own that OneKV cannot serve.
+REFUSED = {"deepseek_v41"}
 PROMPT = 150
 TOLERANCE = 1e-4
 TOKENS = np.random.default_rng(1).integers(1, VOCAB, (2, PROMPT + 5))
@@ -99,3 +104,36 @@ def test_stock_batched_decode(name: str) -> None:
     else:
         assert (difference <= TOLERANCE) == (not architecture.batch_gap), difference
         assert not architecture.int_offset
+
+
+def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """With stock caches: all of the prompt but its last token, then one token at a time."""
+    caches = make_prompt_cache(model)
+    model(mx.array(prompt[:-1])[None], cache=caches)
+    tokens = prompt[-1:]
+    for _ in range(count):
+        tokens.append(int(model(mx.array(tokens[-1:])[None], cache=caches)[0, -1].argmax()))
+    return tokens[1:]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_onekv_cold_and_warm(name: str) -> None:
+    """Computed, and then again from what that left in the pool: the tokens are those of mlx-lm's own caches."""
+    model = build(name)
+    block, prompt, count = 16, TOKENS[0][:75].tolist(), 5
+    settings = {"kv_memory": "8MB", "block_size": block, "max_batch": 2, "prefill_chunk": 128}
+    if name in REFUSED:
+        with pytest.raises(UnsupportedLayerError):
+            engine_of(model, **settings)
+        return
+    engine = engine_of(model, **settings)
+    expected = greedy(model, prompt, count)
+    for cached in (0, (len(prompt) - 1) // block * block):
+        request = Request(prompt, count)
+        engine.submit(request)
+        while not engine.idle:
+            engine.step()
+        engine.check_integrity()
+        assert request.tokens == expected
+        assert request.cached_tokens >= cached
+        assert bool(request.cached_tokens) == bool(cached)

@@ -21,7 +21,7 @@ from disk_parts import files, open_tier, store
 
 from onekv.cache_cli import ago
 from onekv.cli import main
-from terminal import PATIENCE
+from terminal import PATIENCE, UNINTERRUPTED
 from test_cli import ONEKV, refused
 
 ACTIONS = ("ls", "stats", "verify", "clear")
@@ -301,6 +301,18 @@ def test_ctrl_c_while_files_are_removed_leaves_a_sound_cache(run, folder, monkey
     assert (status, err) == (130, "\nonekv: interrupted\n")
     # A row that promises a file that is gone would be counted as missing here.
     assert run("verify", "--disk-cache", folder)[0] == 0
+
+
+def test_ctrl_c_that_is_ignored_does_not_end_clearing(folder):
+    code = (
+        "import os, signal, sys; from onekv.cli import main; unlink = os.unlink\n"
+        "def interrupted(path):\n    signal.raise_signal(signal.SIGINT); unlink(path)\n"
+        "os.unlink = interrupted; sys.exit(main(sys.argv[1:]))"
+    )
+    argv = [*UNINTERRUPTED, sys.executable, "-c", code, "cache", "clear", "--disk-cache", str(folder), "--yes"]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert files(folder) == []
 
 
 def test_ctrl_c_while_files_are_checked_loses_nothing(folder):

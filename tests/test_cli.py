@@ -14,7 +14,7 @@ import pytest
 
 from onekv import __version__
 from onekv.cli import main
-from terminal import PATIENCE
+from terminal import PATIENCE, UNINTERRUPTED
 
 ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
 
@@ -249,6 +249,30 @@ def test_chat_in_a_terminal(terminal):
         pass
     assert "Traceback" not in chat.seen
     assert chat.process.wait(PATIENCE) == 0
+
+
+def test_chat_in_a_terminal_takes_ctrl_c_also_where_it_was_ignored(terminal):
+    chat = terminal(*UNINTERRUPTED, ONEKV, "chat", "--kv-memory", "32MiB")
+    chat.expect("\r\n> ")
+    time.sleep(0.5)
+    chat.type("\x03")
+    chat.expect("\r\n> ")
+    chat.type("\x04")
+    while chat.read():
+        pass
+    assert chat.process.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_that_is_ignored_ends_nothing():
+    code = (
+        "import signal, sys; from onekv import report; from onekv.cli import main; show = report.print_plan\n"
+        "def interrupted(*given):\n    signal.raise_signal(signal.SIGINT); return show(*given)\n"
+        "report.print_plan = interrupted; sys.exit(main(['plan']))"
+    )
+    for before, status in (((), 130), (UNINTERRUPTED, 0)):
+        argv = [*before, sys.executable, "-c", code]
+        result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert result.returncode == status, result.stderr
 
 
 def test_ctrl_c_while_the_model_is_loaded_ends_with_one_line():

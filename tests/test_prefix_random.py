@@ -353,7 +353,6 @@ def test_random_use(kind, base):
             max_examples=30,
             stateful_step_count=40,
             deadline=None,
-            derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -224,7 +224,7 @@ def _confirmed(folder: Path, name: str | None) -> bool:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of this: a file and its row go together."""
+    """Ctrl-C waits for the end of this: a file and its row go together. Where it is ignored it stays so."""
     waiting: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -235,5 +235,5 @@ def _uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if waiting:
+    if waiting and before != signal.SIG_IGN:
         raise KeyboardInterrupt

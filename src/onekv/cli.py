@@ -340,6 +340,9 @@ def _chat(arguments: argparse.Namespace) -> None:
     from .chat import chat
 
     sampling = _sampling(arguments)
+    if sys.stdin.isatty() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # Some scripts start what they run with Ctrl-C ignored; to a person at the terminal it is a key of the chat.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with _load(arguments) as llm:
         chat(llm, arguments.system, sampling)
 

@@ -61,7 +61,7 @@ def whole(least: int | None = None) -> Convert:
         except (TypeError, ValueError):
             refuse(value, where, wanted)
         if least is not None and number < least:
-            refuse(value, where, wanted)
+            refuse(number, where, wanted)
         return number
 
     return convert

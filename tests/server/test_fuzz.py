@@ -71,7 +71,6 @@ def attempt_all(operation: Any, mode: GenerationMode, server: Any) -> Counter[in
 
     @settings(
         max_examples=EXAMPLES,
-        derandomize=True,
         deadline=None,
         database=None,
         phases=[Phase.generate],

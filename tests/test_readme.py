@@ -1,0 +1,118 @@
+"""What the README says is what the program and the recorded files say."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onekv.config import Settings, flag, variable
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
+MIB = 2**20
+
+
+def recorded(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / name).read_text())
+
+
+def section(title: str) -> str:
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def numbers(text: str) -> list[str]:
+    """As they are written, without links and names of models."""
+    text = re.sub(r"\]\([^)]*\)|\[[a-z0-9-]*$|H200|8B", " ", re.sub(r"\(\[[^]]*\]\([^)]*\)\)", " ", text))
+    return re.findall(r"(?<![\w.-])\d[\d,.]*\d|(?<![\w.-])\d", text)
+
+
+# For each file that the README names, the numbers in the line that names it, in order.
+
+
+def of_reuse(file: str) -> list[str]:
+    largest = recorded(file)["results"][-1]
+    sizes = (largest["kv_bytes"], largest["peak"], largest["peak_mlx_lm"])
+    return [f"{sizes[0] / MIB:.0f}", *(f"{size / MIB:.1f}" for size in sizes[1:])]
+
+
+def of_decode(file: str) -> list[str]:
+    one, four = recorded(file)["results"]
+    assert (one["batch"], four["batch"]) == (1, 4)
+    return [
+        f"{case[name]:{form}}"
+        for case in (one, four)
+        for name, form in (("context", ","), ("decode_ratio", ".2f"), ("prefill_ratio", ".2f"))
+    ]
+
+
+def of_disk(file: str) -> list[str]:
+    restart = recorded(file)["restart"]
+    return [f"{restart['cached_tokens']:,}", f"{restart['seconds']:.1f}", f"{restart['seconds_cold']:.1f}"]
+
+
+def of_serve(file: str) -> list[str]:
+    about = recorded(file)
+    chats, agent = about["results"]["chats"], about["results"]["agent"]
+    assert about["clients"] == 8
+    sides = ("onekv", "mlx_lm")
+    return [
+        *(f"{chats[side]['first_mean']:.1f}" for side in sides),
+        *(f"{chats[side]['kv'] / MIB:.0f}" for side in sides),
+        str(about["turns"]),
+        *(f"{agent[side]['total']:.0f}" for side in sides),
+    ]
+
+
+def of_h200(file: str) -> list[str]:
+    lines = (ROOT / "benchmarks" / file).read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    ratios = {row[0]: row[6] for row in rows if len(row) == 8}
+    found = []
+    for batch, context in ((1, 2048), (8, 4096), (8, 16384)):
+        found += [ratios[f"{batch} x {context}"], f"{context:,}"]
+    return found
+
+
+LINES = {"cpu-reuse": of_reuse, "cpu-decode": of_decode, "disk": of_disk, "serve": of_serve, "h200": of_h200}
+
+
+def measured() -> list[str]:
+    return section("Measured").split("\n- ")[1:]
+
+
+def test_every_line_names_its_file():
+    assert [re.findall(r"\[([a-z0-9-]+)\]\(benchmarks/", line) for line in measured()] == [[name] for name in LINES]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_figures_are_those_of_the_recorded_file(name):
+    (line,) = (line for line in measured() if f"[{name}](" in line)
+    (file,) = re.findall(r"\(benchmarks/([^)]+)\)", line)
+    assert sorted(numbers(line)) == sorted(LINES[name](file))
+
+
+def test_no_figure_stands_outside_those_lines():
+    assert numbers(section("Measured").split("\n- ")[0]) == ["0.32.2", "1"]
+
+
+def test_the_decode_rows_of_the_benchmarks_page():
+    for case in recorded("cpu-decode-2026-11-15.json")["results"]:
+        shape = f"{case['batch']} x {case['context']} tokens"
+        for kind, digits in (("decode", 1), ("prefill", 0)):
+            speed, other = (f"{case[f'{kind}_{side}']:.{digits}f}" for side in ("tokens_per_s", "mlx_lm"))
+            assert f"| {kind}, {shape} | {speed} tokens/s | {other} | {case[f'{kind}_ratio']:.2f} |" in BENCHMARKS
+
+
+def test_the_benchmarks_page_lists_every_file():
+    files = {path.name for path in (ROOT / "benchmarks").iterdir()} - {"README.md"}
+    assert set(re.findall(r"^\| (\S+\.(?:json|md)) \|", BENCHMARKS, re.MULTILINE)) == files
+
+
+def test_the_settings_table_has_every_setting():
+    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| `(\w+)` \| .+ \|$", section("Settings"), re.MULTILINE)
+    names = [f.name for f in fields(Settings)]
+    assert sorted(rows) == sorted((name, flag(name), variable(name)) for name in names)
