@@ -352,3 +352,19 @@ def test_messages_end_with_a_snapshot(name):
     # Another last message: all of the three before it, but for the part of a block.
     assert cached([*first, *question, *answer, *message(20, 9)], engine) == 96
     assert engine.prefix.stats().peak_snapshot_bytes >= engine.prefix.stats().snapshot_bytes > 0
+
+
+def test_a_pin_is_taken_back_from_what_was_pinned():
+    """More of the prompt is cached by the time it is unpinned; what was pinned is free again, and no more than that."""
+    engine = make_engine(build("llama"))
+    base = tokens(20, 1)
+    run(engine, [base], count=1)
+    longer = base + tokens(3, 2)
+    engine.prefix.pin(longer)
+    run(engine, [longer], count=1)
+    engine.prefix.unpin(longer)
+    engine.prefix.unpin(longer)
+    engine.prefix.clear()
+    assert not engine.prefix.index.nodes
+    assert engine.memory.pools[0].free == engine.memory.pools[0].blocks
+    engine.check_integrity()

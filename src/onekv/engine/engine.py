@@ -396,7 +396,7 @@ class Engine:
             self.prefix.abandon(sequence)
         elif self.prefix is not None:
             self.prefix.finish(sequence, request.all_tokens)
-            if request.pin:
+            if request.pin and request.finish_reason != "cancelled":
                 self._pin(request)
         self.memory.close(sequence)
 

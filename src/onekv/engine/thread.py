@@ -194,9 +194,12 @@ class EngineThread:
         self._room = engine.plan.max_batch + self._max_waiting
         return engine
 
-    def turn(self, engine: Engine) -> bool:
-        """Carry out what was asked for, end what waited too long, make one step; False when it is time to end."""
-        if self._take_orders(engine):
+    def turn(self, engine: Engine, wait: bool = True) -> bool:
+        """Carry out what was asked for, end what waited too long, make one step; False when it is time to end.
+
+        With nothing to do, `wait` until something is asked for.
+        """
+        if self._take_orders(engine, wait):
             return False
         self._expire(engine)
         was_idle = engine.idle
@@ -229,13 +232,13 @@ class EngineThread:
                 job.request.error = OverloadedError("the server is shutting down", retry_after=5)
         self._report(list(self._jobs))
 
-    def _take_orders(self, engine: Engine) -> bool:
+    def _take_orders(self, engine: Engine, wait: bool) -> bool:
         """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""
         while True:
             if self._stopping and (engine.idle or self._now() >= self._deadline):
                 return True
             try:
-                order = self._orders.get(block=engine.idle and not self._stopping)
+                order = self._orders.get(block=wait and engine.idle and not self._stopping)
             except queue.Empty:
                 return False
             if order is not None:
@@ -272,7 +275,7 @@ class EngineThread:
             log.exception("the text of a request could not be made; it ends with an error")
             engine.end(request, "error", RequestFailedError.internal(error))
             # It may have ended by itself with the same token.
-            request.error = request.error or RequestFailedError.internal(error)
+            request.finish_reason, request.error = "error", request.error or RequestFailedError.internal(error)
         else:
             if (piece.text or piece.tokens) and not self._emit(job, piece):
                 engine.end(request, "cancelled")

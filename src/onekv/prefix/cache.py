@@ -59,6 +59,8 @@ class PrefixCache:
         self._size = memory.block_size
         self.index = Index(fingerprint, self._size)
         self._chains: dict[Sequence, Chain] = {}
+        # The nodes that each pin keeps, by salt and tokens.
+        self._pins: dict[tuple[str, bytes], list[list[Node]]] = {}
         self.snapshots = Snapshots(snapshot_budget)
         self._figures = Figures()
         self._cold = Cold(tier, memory, self.index, self.snapshots, now) if tier is not None else None
@@ -414,17 +416,20 @@ class PrefixCache:
 
     def pin(self, tokens: list[int], salt: str = "") -> int:
         """Never evict the blocks that are cached of `tokens`; returns how many tokens they hold."""
-        path = self._known(tokens, salt)
+        data = as_bytes(tokens)
+        match = self.index.match(data, salt, len(tokens))
+        path = [*match.nodes, *([match.tail] if match.tail and match.length == match.tail.end else [])]
         self._eviction.pin(path)
+        self._pins.setdefault((salt, data), []).append(path)
         return path[-1].end if path else 0
 
     def unpin(self, tokens: list[int], salt: str = "") -> None:
-        """Take back one pin of `tokens`."""
-        self._eviction.unpin(self._known(tokens, salt))
-
-    def _known(self, tokens: list[int], salt: str) -> list[Node]:
-        match = self.index.match(as_bytes(tokens), salt, len(tokens))
-        return [*match.nodes, *([match.tail] if match.tail and match.length == match.tail.end else [])]
+        """Take back one pin of `tokens`: of what was pinned then, not of what is cached now."""
+        name = (salt, as_bytes(tokens))
+        if name in self._pins:
+            self._eviction.unpin(self._pins[name].pop())
+            if not self._pins[name]:
+                del self._pins[name]
 
     def refusal(self) -> MemoryBudgetError:
         """Why nothing can be admitted although nothing runs: what is left is pinned."""

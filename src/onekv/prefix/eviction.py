@@ -153,7 +153,7 @@ class Eviction:
         self._change_pins(path, 1)
 
     def unpin(self, path: list[Node]) -> None:
-        self._change_pins([node for node in path if node.pins], -1)
+        self._change_pins(path, -1)
 
     def _change_pins(self, nodes: list[Node], change: int) -> None:
         for node in nodes:

@@ -136,5 +136,5 @@ class Client:
             assert isinstance(end, End)
             assert end.finish_reason == "stop"
         else:
-            assert got == answer, f"{got} was generated, {answer} is right"
+            assert got == answer, f"{got} was generated, {answer} is right; {end!r}"
             assert self.deaf or self.tokens == answer, f"{self.tokens} reached the client, {answer} was generated"

@@ -61,17 +61,24 @@ class Faults:
     def __init__(self) -> None:
         # Calls of a site until it strikes.
         self._armed: dict[str, int] = {}
+        # While the simulation itself looks at something.
+        self.paused = False
         self.struck: Counter[str] = Counter()
 
     def arm(self, site: str, calls: int) -> None:
         self._armed[site] = calls
+
+    @property
+    def armed(self) -> bool:
+        """Whether something can go wrong, or has."""
+        return bool(self._armed) or bool(self.struck)
 
     def disarm(self) -> None:
         self._armed.clear()
 
     def strikes(self, site: str) -> bool:
         """To be asked at every call of a site."""
-        if not self._armed or site not in self._armed:
+        if self.paused or site not in self._armed:
             return False
         self._armed[site] -= 1
         if self._armed[site] > 0:

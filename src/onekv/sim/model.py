@@ -20,6 +20,7 @@ from .truth import Hashes, Truth, as_rows, chain, logits, readable
 
 # The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.
 Expected = Callable[[Sequence], Hashes | None]
+Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 View = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
@@ -29,7 +30,7 @@ class Violation(BaseException):
 
 class HashModel(Module):
     def __init__(self, truth: Truth) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.truth = truth
         # Where it finds the current step: the memory of the engine that it runs in.
         self.memory: Callable[[], KVMemory]
@@ -66,7 +67,7 @@ class HashModel(Module):
                 view[:, new] = as_rows(hashes, mark, width)
             read = slots(table, np.append(readable(table.rule, last), last))
             for view in views[group]:
-                digest.update(np.ascontiguousarray(view[0, read]))
+                digest.update(view[0, read].tobytes())
         prefix = int(hashes[-2]) if len(hashes) > 1 else before
         for number in range(self.truth.states):
             passed_on = states[number] if states and len(tokens) == 1 else self.truth.state(prefix, number)
@@ -119,13 +120,11 @@ def pool_views(pool: Pool) -> list[View]:
     ]
 
 
-def slots(
-    table: Table, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def slots(table: Table, positions: Positions) -> Positions:
     """Where a table keeps these positions."""
     size = table.pool.block_size
     blocks = np.array(table.blocks, np.int64)[positions // size]
     if (blocks < 0).any():
         raise Violation(f"{table.rule}: a position that is read has no block")
-    result: np.ndarray[tuple[int], np.dtype[np.int64]] = blocks * size + positions % size
+    result: Positions = blocks * size + positions % size
     return result

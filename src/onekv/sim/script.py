@@ -31,6 +31,7 @@ WEIGHTS = {
     "unpin": 2,
     "clear": 0.4,
     "probe": 1,
+    "stats": 0.5,
     "break the engine": 3,
     "break the disk": 4,
     "damage a file": 1,
@@ -236,6 +237,10 @@ def _probe(world: World, a: int, b: int) -> None:
     world.call(lambda engine: engine.prefix.probe(tokens, salt) if engine.prefix is not None else None)
 
 
+def _stats(world: World, a: int, b: int) -> None:
+    world.call(lambda engine: engine.tier.stats() if engine.tier is not None else None)
+
+
 def _break_engine(world: World, a: int, b: int) -> None:
     world.faults.arm(ENGINE_SITES[a % len(ENGINE_SITES)], 1 + b % 12)
 
@@ -276,6 +281,7 @@ _ACTIONS: dict[str, Callable[[World, int, int], None]] = {
     "unpin": _unpin,
     "clear": _clear,
     "probe": _probe,
+    "stats": _stats,
     "break the engine": _break_engine,
     "break the disk": _break_disk,
     "damage a file": _damage_file,

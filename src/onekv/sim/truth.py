@@ -64,7 +64,8 @@ def readable(rule: Rule, position: int) -> np.ndarray[tuple[int], np.dtype[np.in
 
 def logits(digest: int) -> Scores:
     """One number per token of the vocabulary, all of them different."""
-    return ((np.uint64(digest) * _FACTORS) >> np.uint64(41)).astype(np.float32)
+    scores: Scores = ((np.uint64(digest) * _FACTORS) >> np.uint64(41)).astype(np.float32)
+    return scores
 
 
 class Truth:

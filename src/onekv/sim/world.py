@@ -169,7 +169,7 @@ class World:
             return False
         self.turns += 1
         self.clock.seconds += 0.001
-        self.thread.turn(self.engine)
+        self.thread.turn(self.engine, wait=False)
         self._follow_requests()
         if self.turns % self._check_every == 0:
             self.engine.check_integrity()
@@ -299,8 +299,7 @@ class World:
         engine = self.engine
         everyone = (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running)
         lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.sequence else 0) for r in everyone)
-        hits = self.tier.stats().hits if self.tier is not None else 0
-        return lengths, hits
+        return lengths, self.tier.stats().hits if self.tier is not None else 0
 
     def _expected(self, sequence: Sequence) -> Hashes | None:
         """The prefix hashes of the tokens that a sequence has stored."""
@@ -352,6 +351,7 @@ class World:
 
     def _count_figures(self) -> None:
         """What the parts have counted since they were made."""
+        self.faults.paused = True
         prefix = self.engine.prefix
         if prefix is not None:
             stats = prefix.stats()
@@ -363,6 +363,7 @@ class World:
             for name in ("hits", "writes", "evicted", "discarded", "corrupt"):
                 self.counts[f"disk: {name}"] += getattr(tier, name)
             self.counts["disk: set aside"] += tier.failed is not None
+        self.faults.paused = False
 
 
 class _Engine(Engine):
