@@ -271,9 +271,7 @@ class Engine:
         if start < last:
             stops = self.prefix.stops(sequence, request.prompt, self.stop_tokens) if self.prefix is not None else []
             count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
-            with self.memory.step([sequence], count) as caches:
-                self.model(mx.array(request.prompt[start : start + count])[None], cache=caches)
-            mx.eval(self.memory.arrays())
+            self._store(sequence, request.prompt[start : start + count])
             if self.prefix is not None:
                 self.prefix.publish(sequence, request.prompt)
                 if sequence.length in stops:
@@ -281,6 +279,12 @@ class Engine:
         if sequence.length == last:
             sequence.prefilled()
             self._move(request, "running")
+
+    def _store(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Compute and store what `tokens` are after those of `sequence`."""
+        with self.memory.step([sequence], len(tokens)) as caches:
+            self.model(mx.array(tokens)[None], cache=caches)
+        mx.eval(self.memory.arrays())
 
     # Decode
 
@@ -307,12 +311,15 @@ class Engine:
         inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.drawn.tokens
         if flight is not None and self.memory.eager:
             mx.eval(flight.drawn.arrays())
-        logits = self._forward(requests, inputs)
-        drawn = sample(logits, requests, [len(r.tokens) + ahead for r in requests])
+        drawn = self._draw(requests, inputs, [len(r.tokens) + ahead for r in requests])
         if flight is not None:
             mx.eval(flight.drawn.arrays())
         mx.async_eval(drawn.arrays(), self.memory.arrays())
         return Flight(requests, drawn)
+
+    def _draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
+        """The next token of each request after `inputs`; so many were chosen before."""
+        return sample(self._forward(requests, inputs), requests, chosen)
 
     def _forward(self, requests: list[Request], inputs: mx.array) -> mx.array:
         """Logits [rows, vocabulary] after one more token of each request."""

@@ -45,6 +45,8 @@ class Config:
     staging: int
     write_through: bool
     write_budget: int | None
+    # Whether tokens are chosen by MLX, as in earnest, or on the host.
+    device: bool
     model: int = 0
 
     @cached_property
@@ -100,6 +102,7 @@ def make_config(random: Random) -> Config:
         staging=random.choice((2, 4, 30)),
         write_through=random.random() < 0.3,
         write_budget=random.choice((None, None, None, 30_000)),
+        device=random.random() < 0.05,
     )
 
 

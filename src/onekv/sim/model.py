@@ -12,11 +12,13 @@ import numpy as np
 import xxhash
 from mlx.nn.layers.base import Module
 
+from ..engine import Engine, Request
+from ..engine.sampling import Drawn
 from ..memory.kv import KVMemory
 from ..memory.pool import Pool
 from ..memory.sequence import Sequence
 from ..memory.table import Table
-from .truth import Hashes, Truth, as_rows, chain, logits, readable
+from .truth import Hashes, Scores, Truth, as_rows, chain, logits, readable
 
 # The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.
 Expected = Callable[[Sequence], Hashes | None]
@@ -39,17 +41,21 @@ class HashModel(Module):
         self.before: Callable[[list[Sequence]], list[int]] = lambda sequences: []
 
     def __call__(self, inputs: mx.array, cache: list[object]) -> mx.array:
+        tokens: list[list[int]] = np.array(inputs).tolist()
+        return mx.array(self.forward(tokens)[:, None])
+
+    def forward(self, tokens: list[list[int]]) -> Scores:
+        """Logits [rows, vocabulary] after the new tokens of the current step."""
         memory = self.memory()
         sequences = memory.current
         spoilt = self.before(sequences)
         views = [pool_views(pool) for pool in memory.pools]
-        tokens = np.array(inputs).tolist()
         rows = [self._row(memory, views, row, sequence, tokens[row]) for row, sequence in enumerate(sequences)]
         if self.truth.states:
             self._write_states(memory, [prefix for _, prefix in rows])
         scores = np.stack([logits(digest) for digest, _ in rows])
         scores[spoilt] = np.nan
-        return mx.array(scores[:, None])
+        return scores
 
     def _row(
         self, memory: KVMemory, views: list[list[View]], row: int, sequence: Sequence, tokens: list[int]
@@ -110,6 +116,29 @@ class HashModel(Module):
                 rows = b"".join(self.truth.state(prefix, number) for prefix in hashes)
                 layer.cache[part] = mx.array(np.frombuffer(rows, np.uint8).reshape(len(hashes), 8))
                 number += 1
+
+
+class HostEngine(Engine):
+    """The engine without a device: tokens are chosen where the model computes, which is much faster for one so small."""
+
+    model: HashModel
+
+    def _store(self, sequence: Sequence, tokens: list[int]) -> None:
+        with self.memory.step([sequence], len(tokens)):
+            self.model.forward([tokens])
+
+    def _draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
+        sequences = [request.sequence for request in requests if request.sequence is not None]
+        tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
+        with self.memory.step(sequences, 1):
+            scores = self.model.forward([[token] for token in tokens])
+        sound = np.isfinite(scores[:, 0])
+        for row, request in enumerate(requests):
+            if request.constraint is not None:
+                scores[row, ~request.constraint.allowed()] = -np.inf
+        best = scores.argmax(axis=-1)
+        # The numbers are no log probabilities; what counts is that each token has one.
+        return Drawn(mx.array(best), mx.array(sound), mx.array(scores.max(axis=-1)))
 
 
 def pool_views(pool: Pool) -> list[View]:

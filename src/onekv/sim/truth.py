@@ -6,6 +6,7 @@ is chosen by a hash over all rows that the last token may read, in every array, 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -21,7 +22,7 @@ _FACTORS = np.random.default_rng(24).integers(0, 2**63, VOCABULARY, np.uint64) *
 
 Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
-Scores = np.ndarray[tuple[int], np.dtype[np.float32]]
+Scores = np.ndarray[Any, np.dtype[np.float32]]
 Allowed = Callable[[Sequence[int]], np.ndarray[tuple[int], np.dtype[np.bool_]]]
 
 

@@ -34,7 +34,7 @@ from ..tiers.image import Image
 from .client import Client
 from .config import Config
 from .faults import Faults, Injected, Kill, SimClock, SimFiles
-from .model import HashModel, Violation, pool_views
+from .model import HashModel, HostEngine, Violation, pool_views
 from .truth import STOP, Hashes, Truth, as_rows, chain
 
 # Turns without any change after which a request counts as stuck.
@@ -75,8 +75,20 @@ class World:
 
     def _build(self) -> Engine:
         config = self.config
+        kind = Engine if config.device else HostEngine
+        engine = kind.__new__(kind)
         # The engine tries the model before it has all its parts.
-        engine = _Engine(self.model, config.plan, config.prefix_cache, config.decode_steps, self)
+        self.model.memory = lambda: engine.memory
+        engine.__init__(  # type: ignore[misc]
+            self.model,
+            config.plan,
+            {STOP},
+            config.prefix_cache,
+            config.decode_steps,
+            self.tier,
+            config.write_through,
+            now=self.clock.monotonic,
+        )
         self.model.expected, self.model.before = self._expected, self._before
         for pool in engine.memory.pools:
             pool.copy = self._guarded(pool.copy)  # type: ignore[assignment, method-assign]
@@ -364,23 +376,6 @@ class World:
                 self.counts[f"disk: {name}"] += getattr(tier, name)
             self.counts["disk: set aside"] += tier.failed is not None
         self.faults.paused = False
-
-
-class _Engine(Engine):
-    """The engine knows its world before it tries the model."""
-
-    def __init__(self, model: HashModel, plan: Any, prefix_cache: bool, decode_steps: int, world: World) -> None:
-        model.memory = lambda: self.memory
-        super().__init__(
-            model,
-            plan,
-            {STOP},
-            prefix_cache,
-            decode_steps,
-            world.tier,
-            world.config.write_through,
-            now=world.clock.monotonic,
-        )
 
 
 class _Limited(SimFiles):
