@@ -46,7 +46,7 @@ def test_health_of_an_engine_that_ended() -> None:
     backend.start()
     backend.stop(0)
     # Not entered: its end would stop the backend.
-    client = TestClient(create_app(backend, ServerSettings()))
+    client = TestClient(create_app(backend, ServerSettings()), base_url="http://localhost")
     assert client.get("/health").status_code == 503
     metrics = client.get("/metrics")
     assert metrics.status_code == 200

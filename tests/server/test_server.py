@@ -13,8 +13,8 @@ import pytest
 
 from conftest import start_server, stop_server
 from onekv.errors import SettingError
-from onekv.server.guard import nesting
 from onekv.server.settings import ServerSettings
+from onekv.server.shape import nesting
 
 SYSTEM = "You are a careful assistant who answers in one short sentence and never invents facts. " * 6
 

@@ -36,12 +36,11 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
     origins = settings.origins
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    guard = Middleware(Guard, keys=settings.keys(), max_body=settings.body_bytes, origins=origins)
     app = FastAPI(
         title="OneKV",
         version=__version__,
         lifespan=lifespan,
-        middleware=[*([cors] if origins else []), guard],
+        middleware=[*([cors] if origins else []), Middleware(Guard, settings=settings)],
         docs_url=None,
         redoc_url=None,
     )

@@ -44,8 +44,17 @@ class TooLargeError(OneKVError):
     status = 413
 
 
+class MisdirectedError(OneKVError):
+    """The server was called by a name that is not its own."""
+
+    status = 421
+
+
+_Refusal = BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError | MisdirectedError
+
+
 def status_of(error: OneKVError) -> int:
-    if isinstance(error, BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError):
+    if isinstance(error, _Refusal):
         return error.status
     if isinstance(error, TooLongError):
         return 413

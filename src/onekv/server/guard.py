@@ -1,13 +1,13 @@
-"""What stands before every route: sizes, nesting, origins, keys.
+"""What stands before every route: names, origins, keys, sizes.
 
-body      read here, at most `max_body` bytes and 64 levels of nesting, then handed on; so no handler sees more
+host      a name by which the server may be called, so that no web page reaches it by a name of its own
+body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
 origin    a web page of another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
 """
 
 import hashlib
 import hmac
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import OneKVError
 from .errors import (
     BadRequestError,
+    MisdirectedError,
     TooLargeError,
     UnauthorizedError,
     anthropic_body,
@@ -25,17 +26,18 @@ from .errors import (
     openai_body,
     status_of,
 )
+from .settings import ServerSettings
+from .shape import check_shape
 
-MAX_NESTING = 64
-# A string, perhaps without its end, or a bracket.
-_STRUCTURE = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 # Anyone may ask these.
 OPEN_PATHS = ("/health",)
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: list[str], max_body: int, origins: list[str]) -> None:
-        self._app, self._max_body, self._origins = app, max_body, origins
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+        self._max_body, self._origins = settings.body_bytes, settings.origins
+        keys = settings.keys()
         self._keys = [key.encode() for key in keys]
         self._salts = [hashlib.sha256(key).hexdigest()[:32] for key in self._keys]
 
@@ -45,6 +47,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
+            self._check_host(headers)
             self._check_origin(scope, headers)
             key = self._key(scope["path"], headers)
             # The first key is that of whoever runs the server.
@@ -55,6 +58,14 @@ class Guard:
             await error_response(scope["path"], error)(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.get("host")
+        # Browsers always send one.
+        if given is None:
+            return
+        if not self._settings.allows_host(_host_name(given), keys=bool(self._keys)):
+            raise MisdirectedError(f"this server may not be called {given!r} (--allowed-hosts allows names)")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -96,22 +107,15 @@ class Guard:
             parts.append(part)
             more = message.get("more_body", False)
         body = b"".join(parts)
-        if nesting(body) > MAX_NESTING:
-            raise BadRequestError(f"the body is nested deeper than {MAX_NESTING} levels")
+        await check_shape(body)
         return body
 
 
-def nesting(body: bytes) -> int:
-    """How deep the arrays and objects of a JSON text are nested."""
-    depth = deepest = 0
-    for match in _STRUCTURE.finditer(body):
-        character = match[0]
-        if character in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in b"]}":
-            depth -= 1
-    return deepest
+def _host_name(host: str) -> str:
+    """The name or address in a Host header: without the port, brackets or the dot that ends a full name."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
