@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -9,11 +11,19 @@ import pytest
 from starlette.testclient import TestClient
 
 from conftest import start_server, stop_server
-from onekv.errors import SettingError
+from onekv.errors import MemoryBudgetError, OverloadedError, RequestFailedError, SettingError
 from onekv.server import shape
 from onekv.server.app import create_app
 from onekv.server.backend import Backend
-from onekv.server.errors import BadRequestError
+from onekv.server.errors import (
+    BadRequestError,
+    ForbiddenError,
+    MisdirectedError,
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    status_of,
+)
 from onekv.server.settings import ServerSettings
 from onekv.server.shape import MAX_CONTAINERS, MAX_VALUES, check_shape
 
@@ -156,3 +166,40 @@ def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in (1, 2, 3, 7):
         monkeypatch.setattr(shape, "PIECE", size)
         assert shape.nesting(text) == 5
+
+
+def test_the_documented_statuses_are_those_that_are_sent() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "server.md").read_text().partition("| Status | When |")[2]
+    found = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", table, re.M)
+    rows = {int(code): text for codes, text in found for code in codes.split(",")}
+    sent = {
+        status_of(error)
+        for error in (
+            BadRequestError("x"),
+            UnauthorizedError("x"),
+            ForbiddenError("x"),
+            NotFoundError("x"),
+            TooLargeError("x"),
+            MisdirectedError("x"),
+            OverloadedError("x", 1),
+            MemoryBudgetError("x"),
+            RequestFailedError("x"),
+        )
+    }
+    assert set(rows) == sent
+    assert "too many requests wait" in rows[status_of(OverloadedError("x", 1))]
+    assert "Retry-After" in rows[status_of(OverloadedError("x", 1))]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_what_fails_inside_is_logged_and_told_as_an_id(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    # A model that was never loaded has no name: an error that no handler knows.
+    client = TestClient(create_app(Backend(), ServerSettings()), base_url="http://localhost")
+    body = {"model": "m", "prompt": "x", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 500
+    told = answer.json()["error"]["message"]
+    (found,) = re.findall(r"req_\w+", told)
+    assert "Attribute" not in told and "Backend" not in told
+    (record,) = [record for record in caplog.records if found in record.getMessage()]
+    assert record.exc_info is not None and isinstance(record.exc_info[1], AttributeError)

@@ -22,6 +22,7 @@ from .errors import (
     TooLargeError,
     UnauthorizedError,
     anthropic_body,
+    for_client,
     headers_of,
     openai_body,
     status_of,
@@ -57,7 +58,24 @@ class Guard:
         except OneKVError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._answer(scope, _replay(body, receive), send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever fails that no handler knows is logged, and the client is told no more than where."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests go on
+            told = error_response(scope["path"], for_client(error))
+            # An answer that has begun is cut off.
+            if not started:
+                await told(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
         given = headers.get("host")
