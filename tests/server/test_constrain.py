@@ -68,6 +68,12 @@ def test_json_that_fits(model: Model):
     assert not follows(model, constraint.copy(), "Sure: " + fitting)
 
 
+@pytest.mark.parametrize(("multiple", "fits"), [(1000, 5000), (25, 75), (0.01, 1.25), (9973, 9973), (10**9, 3 * 10**9)])
+def test_multiples(model: Model, multiple: float, fits: float):
+    constraint = constrained(model, ChatCall(USER, schema={"type": "number", "multipleOf": multiple}))
+    assert follows(model, constraint, str(fits))
+
+
 def test_any_object(model: Model):
     constraint = constrained(model, ChatCall(USER, schema={}))
     assert follows(model, constraint.copy(), '{"a": [1, null]}')
@@ -167,6 +173,9 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a
         ({"type": "string", "format": "unheard-of"}, "unheard-of"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        # These took minutes and more than 10 GB.
+        ({"type": "integer", "multipleOf": 2**24}, "multipleOf"),
+        ({"items": {"anyOf": [{"type": "number", "multipleOf": 99.99983}]}}, "multipleOf"),
     ],
 )
 def test_what_cannot_be_kept_is_told_before_the_answer(model: Any, schema: dict[str, Any], reason: str):

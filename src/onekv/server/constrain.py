@@ -6,6 +6,7 @@ thinks freely; the form begins with the token after its reasoning.
 
 import json
 import threading
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -145,7 +146,22 @@ def _grammar(call: "ChatCall", functions: list[dict[str, Any]], model: "LLTokeni
     return str(_llguidance().LLMatcher.grammar_from_lark(lark))
 
 
+def _check_multiples(schema: Any) -> None:
+    """llguidance has a state for every remainder: for a large `multipleOf` it takes minutes and all memory."""
+    if isinstance(schema, list):
+        for each in schema:
+            _check_multiples(each)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "multipleOf" and isinstance(value, int | float):
+                digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).rstrip("0")
+                if len(digits) > 4:
+                    raise BadRequestError(f"multipleOf is {value}; more than 4 digits (less zeros) cannot be kept to")
+            _check_multiples(value)
+
+
 def _json(schema: dict[str, Any]) -> str:
+    _check_multiples(schema)
     return "%json " + json.dumps(schema | {"x-guidance": _LAYOUT})
 
 

@@ -34,6 +34,12 @@ class ServerSettings(SettingsBase):
     default_max_tokens: int = setting(
         4096, "N", "tokens of an answer at most where the request does not say; default 4096", int
     )
+    max_connections: int | None = setting(
+        None, "N", "connections that may be open; default 1024, or half of the files a process may open", int
+    )
+    client_timeout: int = setting(
+        60, "SECONDS", "how long a client may take to send a request or to go on reading its answer; default 60", int
+    )
     max_body: str | int = setting("32MiB", "SIZE", "largest request body; default 32MiB")
     grace: int = setting(10, "SECONDS", "how long running requests may go on at shutdown; default 10", int)
     log_level: str = setting("info", "LEVEL", "error, warning, info or debug (which names paths); default info")
@@ -41,9 +47,10 @@ class ServerSettings(SettingsBase):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingError(f"--port is {self.port}; it must be from 0 to 65535")
-        for name in ("max_wait", "default_max_tokens"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_wait", "default_max_tokens", "max_connections", "client_timeout"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
         for name in ("max_waiting", "grace"):
             if getattr(self, name) < 0:
                 raise SettingError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0")
