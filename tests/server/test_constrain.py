@@ -68,7 +68,7 @@ def test_json_that_fits(model: Model):
     assert not follows(model, constraint.copy(), "Sure: " + fitting)
 
 
-@pytest.mark.parametrize(("multiple", "fits"), [(1000, 5000), (25, 75), (0.01, 1.25), (9973, 9973), (10**9, 3 * 10**9)])
+@pytest.mark.parametrize(("multiple", "fits"), [(1000, 5000), (25, 75), (0.01, 1.25), (9973, 9973)])
 def test_multiples(model: Model, multiple: float, fits: float):
     constraint = constrained(model, ChatCall(USER, schema={"type": "number", "multipleOf": multiple}))
     assert follows(model, constraint, str(fits))
