@@ -28,7 +28,8 @@ MODEL_HELP = f"name, hub id, folder or .gguf file; default {DEFAULT_MODEL}"
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def run() -> int | None:
         if given[:1] == ["mlx-server"]:
             # Its flags are mlx_lm.server's, which has its own parser.
             from .mlx_lm.server import main as mlx_server
@@ -36,7 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             mlx_server(given[1:])
             return 0
         arguments = _parser().parse_args(given)
-        status = int(arguments.run(arguments) or 0)
+        status: int | None = arguments.run(arguments)
+        return status
+
+    return _reported(run)
+
+
+def _reported(run: Callable[[], int | None]) -> int:
+    """The exit status of `run`; an error that is for people has been printed."""
+    try:
+        status = int(run() or 0)
         sys.stdout.flush()
         return status
     except OneKVError as error:
@@ -362,12 +372,12 @@ def _serve(arguments: argparse.Namespace) -> None:
         from .server.serve import serve
     except ModuleNotFoundError as error:
         raise SettingError(f"the server needs {error.name}; install it with: pip install 'onekv[server]'") from None
-    serve(model, settings, {f.name: getattr(engine, f.name) for f in fields(engine)})
-    # All is stored and closed. MLX's own threads are not ours to end, and one of them was seen to abort the process
-    # while the interpreter was taken down.
+    status = _reported(lambda: serve(model, settings, {f.name: getattr(engine, f.name) for f in fields(engine)}))
+    # All is stored and closed, or was never there. MLX frees what the engine's thread compiled when that thread ends,
+    # which is after Python has joined it, and needs the interpreter for it: if that is being taken down, it aborts.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

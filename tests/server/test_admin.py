@@ -46,8 +46,10 @@ def test_health_of_an_engine_that_ended() -> None:
     backend.start()
     backend.stop(0)
     # Not entered: its end would stop the backend.
-    client = TestClient(create_app(backend, ServerSettings()))
+    client = TestClient(create_app(backend, ServerSettings()), base_url="http://localhost")
     assert client.get("/health").status_code == 503
+    late = client.post("/v1/completions", json={"model": "default", "prompt": "Hello"})
+    assert late.status_code == 429 and "Retry-After" in late.headers
     metrics = client.get("/metrics")
     assert metrics.status_code == 200
     assert "onekv_requests_total" in metrics.text

@@ -12,7 +12,7 @@ from onekv.errors import RequestFailedError
 from onekv.models import load_model
 from onekv.server.chat import ChatCall
 from onekv.server.constrain import GrammarConstraint, constraint_for
-from onekv.server.errors import BadRequestError
+from onekv.server.errors import BadRequestError, FormError, status_of
 
 ANSWER = {
     "type": "object",
@@ -66,6 +66,12 @@ def test_json_that_fits(model: Model):
     assert not follows(model, constraint.copy(), fitting[:-1])
     assert not follows(model, constraint.copy(), '{"name": "Zoë", "age": "7"}')
     assert not follows(model, constraint.copy(), "Sure: " + fitting)
+
+
+@pytest.mark.parametrize(("multiple", "fits"), [(1000, 5000), (25, 75), (0.01, 1.25), (9973, 9973)])
+def test_multiples(model: Model, multiple: float, fits: float):
+    constraint = constrained(model, ChatCall(USER, schema={"type": "number", "multipleOf": multiple}))
+    assert follows(model, constraint, str(fits))
 
 
 def test_any_object(model: Model):
@@ -137,6 +143,57 @@ def test_a_bad_schema(model: Any, schema: dict[str, Any]):
     with pytest.raises(BadRequestError) as caught:
         constraint_for(model, ChatCall(USER, schema=schema), False)
     assert caught.value.field == "response_format" and "x-guidance" not in str(caught.value)
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "refer to itself"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "refer to itself"),
+        (ENDLESS, "refers to itself"),
+        *(
+            ({word: value}, word)
+            for word, value in {
+                "propertyNames": {"pattern": "^a"},
+                "not": {"type": "string"},
+                "if": {},
+                "contains": {},
+                "minContains": 1,
+                "uniqueItems": True,
+                "dependentRequired": {"a": ["b"]},
+                "dependentSchemas": {"a": {}},
+                "unevaluatedProperties": False,
+                "unevaluatedItems": False,
+                "$dynamicRef": "#a",
+            }.items()
+        ),
+        ({"type": "string", "format": "unheard-of"}, "unheard-of"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+        # These took minutes and more than 10 GB.
+        ({"type": "integer", "multipleOf": 2**24}, "multipleOf"),
+        ({"items": {"anyOf": [{"type": "number", "multipleOf": 99.99983}]}}, "multipleOf"),
+    ],
+)
+def test_what_cannot_be_kept_is_told_before_the_answer(model: Any, schema: dict[str, Any], reason: str):
+    with pytest.raises(BadRequestError) as caught:
+        constraint_for(model, ChatCall(USER, schema=schema), False)
+    assert reason in str(caught.value)
+    assert not any(noise in str(caught.value) for noise in ("NoExtensionBias", "<state>", "at 2(", "x-guidance"))
+
+
+def test_what_proves_too_hard_is_the_clients_error(model: Model):
+    # llguidance finds out while the answer is written.
+    constraint = constrained(model, ChatCall(USER, schema={"type": "string", "pattern": "(.*a){30}.{200}b"}))
+    with pytest.raises(FormError) as caught:
+        for token in model.tokenizer.encode('"' + "ab" * 400, add_special_tokens=False):
+            if not constraint.allowed()[token]:
+                token = min(model.llm.stop_tokens)
+            constraint.advance(token)
+    assert status_of(caught.value) == 400
 
 
 def test_bad_tools(model: Any):

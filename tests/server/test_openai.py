@@ -365,6 +365,13 @@ def test_an_error_after_the_beginning_is_an_event():
     assert last["error"]["message"] == "it broke" and last["error"]["type"] == "server_error"
 
 
+def test_a_bug_after_the_beginning_is_an_event_without_its_text(caplog: pytest.LogCaptureFixture):
+    wrong: Any = "no piece at all"
+    last = events_of(choice_of(Piece("Yes", [1]), wrong))[-1]["error"]["message"]
+    assert "req_" in last and "attribute" not in last
+    assert last.rpartition(" ")[2] in caplog.text and "AttributeError" in caplog.text
+
+
 def test_an_answer_cut_off_by_shutdown_is_an_error():
     cancelled = End("cancelled", None, 5, 0, 3, Timings(0, 0, 0))
     assert "shutting down" in events_of(choice_of(cancelled))[-1]["error"]["message"]

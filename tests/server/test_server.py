@@ -13,8 +13,8 @@ import pytest
 
 from conftest import start_server, stop_server
 from onekv.errors import SettingError
-from onekv.server.guard import nesting
 from onekv.server.settings import ServerSettings
+from onekv.server.shape import nesting
 
 SYSTEM = "You are a careful assistant who answers in one short sentence and never invents facts. " * 6
 
@@ -165,6 +165,25 @@ def test_settings_come_from_flags_variables_and_a_file(monkeypatch: pytest.Monke
     broken.write_text("port = \n")
     answer = onekv("serve", "--config", str(broken))
     assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
+
+
+def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
+    damaged, empty, binary = tmp_path / "damaged", tmp_path / "empty", tmp_path / "binary.toml"
+    damaged.mkdir()
+    (damaged / "config.json").write_text('{"model_type": "llama"')
+    empty.mkdir()
+    binary.write_bytes(b"\xff\xfe\x00")
+    for flags, named in {
+        ("--kv-memory", "1MB"): "--kv-memory",
+        (str(damaged),): "damaged",
+        (str(empty),): "empty",
+        ("--host", "192.0.2.1", "--insecure", "on"): "--host",
+        ("--config", str(binary)): "--config",
+    }.items():
+        answer = onekv("serve", "--port", "0", "--hot-only", "on", *flags)
+        assert answer.returncode == 1, (flags, answer)
+        assert answer.stderr.startswith("onekv: ") and answer.stderr.count("\n") == 1, (flags, answer.stderr)
+        assert named in answer.stderr
 
 
 def test_a_port_that_is_taken_is_named_before_anything_is_loaded(server: Any) -> None:

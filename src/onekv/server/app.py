@@ -1,6 +1,5 @@
 """The application: routes behind the guard, and every failure in the format of the API it happened in."""
 
-import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,15 +13,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from .. import __version__
-from ..errors import OneKVError, RequestFailedError
+from ..errors import OneKVError
 from . import admin, anthropic, openai
 from .backend import Backend
 from .errors import BadRequestError, NotFoundError
 from .guard import Guard, error_response
 from .settings import ServerSettings
 from .streaming import ClientGoneError
-
-log = logging.getLogger("onekv.server")
 
 
 def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
@@ -36,12 +33,11 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
 
     origins = settings.origins
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    guard = Middleware(Guard, keys=settings.keys(), max_body=settings.body_bytes, origins=origins)
     app = FastAPI(
         title="OneKV",
         version=__version__,
         lifespan=lifespan,
-        middleware=[*([cors] if origins else []), guard],
+        middleware=[*([cors] if origins else []), Middleware(Guard, settings=settings)],
         docs_url=None,
         redoc_url=None,
     )
@@ -52,7 +48,6 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGoneError, _gone)
-    app.add_exception_handler(Exception, _unknown)
     return app
 
 
@@ -104,8 +99,3 @@ async def _http(request: Request, error: Exception) -> Response:
 async def _gone(request: Request, error: Exception) -> Response:
     """Nobody reads this."""
     return Response(status_code=499)
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    """A bug; the server's log has the traceback."""
-    return error_response(request.url.path, RequestFailedError(f"internal error: {type(error).__name__}"))

@@ -6,6 +6,7 @@ thinks freely; the form begins with the token after its reasoning.
 
 import json
 import threading
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from ..errors import RequestFailedError, SettingError
 from .backend import Backend
-from .errors import BadRequestError
+from .errors import BadRequestError, FormError
 from .prompt import CALL_END, CALL_START, calls_as_json, uses_tools
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class GrammarConstraint:
         self._matcher, self._tokenizer = matcher, tokenizer
         self._think_end = think_end
         self._last: list[int] = []
+        # What was allowed for the token that comes next.
+        self._allowed: Flags | None = None
 
     def copy(self) -> "GrammarConstraint":
         """The same, for another request; only before the first token."""
@@ -51,7 +54,8 @@ class GrammarConstraint:
             return flags
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         # A matcher that gave up allows the end alone; `advance` then says why.
-        return np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
+        self._allowed = np.unpackbits(bits, bitorder="little")[:size].astype(np.bool_)
+        return self._allowed
 
     def advance(self, token: int) -> None:
         if self._think_end:
@@ -61,8 +65,9 @@ class GrammarConstraint:
             return
         self._matcher.consume_token(token)
         if self._matcher.is_error():
-            reason = self._matcher.get_error().partition("\n")[0]
-            raise RequestFailedError(f"the answer could not be kept in its form: {reason}")
+            message = f"the answer could not be kept in its form: {_reason(self._matcher)}"
+            asked = self._allowed is not None and self._allowed[token]
+            raise (FormError if asked else RequestFailedError)(message)
 
 
 def constraint_for(backend: Backend, call: "ChatCall", thinking: bool) -> GrammarConstraint | None:
@@ -78,13 +83,33 @@ def constraint_for(backend: Backend, call: "ChatCall", thinking: bool) -> Gramma
     model = _tokenizer(backend)
     grammar = _grammar(call, tools, model, tokenizer)
     matcher = _llguidance().LLMatcher(model, grammar, log_level=0)
-    if matcher.is_error():
+    reason = _reason(_begun(matcher))
+    if reason:
         field = "response_format" if call.schema is not None else "tools"
-        # What follows the first line is the grammar, which the client has not written.
-        reason = matcher.get_error().partition("\n   1 |")[0]
         raise BadRequestError(f"the JSON schema cannot be used: {reason}", field)
     think_end = tuple(tokenizer.think_end_tokens) if thinking else ()
     return GrammarConstraint(matcher, model, think_end)
+
+
+def _begun(matcher: "LLMatcher") -> "LLMatcher":
+    """A copy that has gone as far as the answer is forced: schemas that compile and that no answer fits fail here."""
+    copy = matcher.deep_copy()
+    if not copy.is_error():
+        copy.compute_bitmask()
+    if not copy.is_error():
+        copy.consume_tokens(copy.compute_ff_tokens()[:1])
+    return copy
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Why `matcher` gave up, without its state and the grammar, which the client has not written; "" if it has not."""
+    error = str(matcher.get_error())
+    if error.startswith("NoExtensionBias"):
+        return "no answer fits it; it may refer to itself without an end"
+    if "Too many items" in error:
+        return "it is too large, or refers to itself without an end"
+    text = error.partition("\n   1 |")[0].partition("\n<state>")[0]
+    return text.partition("failed to compile JSON schema: ")[2] or text
 
 
 def _callable_tools(call: "ChatCall") -> list[dict[str, Any]]:
@@ -121,7 +146,22 @@ def _grammar(call: "ChatCall", functions: list[dict[str, Any]], model: "LLTokeni
     return str(_llguidance().LLMatcher.grammar_from_lark(lark))
 
 
+def _check_multiples(schema: Any) -> None:
+    """llguidance has a state for every remainder: for a large `multipleOf` it takes minutes and all memory."""
+    if isinstance(schema, list):
+        for each in schema:
+            _check_multiples(each)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "multipleOf" and isinstance(value, int | float):
+                digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).rstrip("0")
+                if len(digits) > 4:
+                    raise BadRequestError(f"multipleOf is {value}; more than 4 digits (less zeros) cannot be kept to")
+            _check_multiples(value)
+
+
 def _json(schema: dict[str, Any]) -> str:
+    _check_multiples(schema)
     return "%json " + json.dumps(schema | {"x-guidance": _LAYOUT})
 
 

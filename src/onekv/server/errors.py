@@ -1,5 +1,7 @@
 """What went wrong, as a status and a body in each API's own format."""
 
+import logging
+import secrets
 from typing import Any
 
 from ..errors import (
@@ -7,9 +9,12 @@ from ..errors import (
     OneKVError,
     OverloadedError,
     PromptError,
+    RequestFailedError,
     SettingError,
     TooLongError,
 )
+
+log = logging.getLogger("onekv.server")
 
 
 class BadRequestError(OneKVError):
@@ -44,8 +49,25 @@ class TooLargeError(OneKVError):
     status = 413
 
 
+class MisdirectedError(OneKVError):
+    """The server was called by a name that is not its own."""
+
+    status = 421
+
+
+class FormError(RequestFailedError):
+    """The form that the client wants of the answer proved too hard to keep, in the midst of it."""
+
+    status = 400
+
+
+_Refusal = (
+    BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError | MisdirectedError | FormError
+)
+
+
 def status_of(error: OneKVError) -> int:
-    if isinstance(error, BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError):
+    if isinstance(error, _Refusal):
         return error.status
     if isinstance(error, TooLongError):
         return 413
@@ -56,6 +78,15 @@ def status_of(error: OneKVError) -> int:
     if isinstance(error, MemoryBudgetError):
         return 503
     return 500
+
+
+def for_client(error: Exception) -> OneKVError:
+    """`error` as a client may see it: what was not raised on purpose stays in the log, under an id that both have."""
+    if isinstance(error, OneKVError):
+        return error
+    request_id = f"req_{secrets.token_hex(12)}"
+    log.error("request %s failed", request_id, exc_info=error)
+    return RequestFailedError(f"internal error; the server's log has it as {request_id}")
 
 
 def headers_of(error: OneKVError) -> dict[str, str]:

@@ -1,13 +1,13 @@
-"""What stands before every route: sizes, nesting, origins, keys.
+"""What stands before every route: names, origins, keys, sizes.
 
-body      read here, at most `max_body` bytes and 64 levels of nesting, then handed on; so no handler sees more
+host      a name by which the server may be called, so that no web page reaches it by a name of its own
+body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
 origin    a web page of another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
 """
 
 import hashlib
 import hmac
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,24 +18,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..errors import OneKVError
 from .errors import (
     BadRequestError,
+    MisdirectedError,
     TooLargeError,
     UnauthorizedError,
     anthropic_body,
+    for_client,
     headers_of,
     openai_body,
     status_of,
 )
+from .settings import ServerSettings
+from .shape import check_shape
 
-MAX_NESTING = 64
-# A string, perhaps without its end, or a bracket.
-_STRUCTURE = re.compile(rb'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
 # Anyone may ask these.
 OPEN_PATHS = ("/health",)
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: list[str], max_body: int, origins: list[str]) -> None:
-        self._app, self._max_body, self._origins = app, max_body, origins
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app, self._settings = app, settings
+        self._max_body, self._origins = settings.body_bytes, settings.origins
+        keys = settings.keys()
         self._keys = [key.encode() for key in keys]
         self._salts = [hashlib.sha256(key).hexdigest()[:32] for key in self._keys]
 
@@ -45,6 +48,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         try:
+            self._check_host(headers)
             self._check_origin(scope, headers)
             key = self._key(scope["path"], headers)
             # The first key is that of whoever runs the server.
@@ -54,7 +58,32 @@ class Guard:
         except OneKVError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        await self._answer(scope, _replay(body, receive), send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Whatever fails that no handler knows is logged, and the client is told no more than where."""
+        started = False
+
+        async def sending(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests go on
+            told = error_response(scope["path"], for_client(error))
+            # An answer that has begun is cut off.
+            if not started:
+                await told(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        given = headers.get("host")
+        # Browsers always send one.
+        if given is None:
+            return
+        if not self._settings.allows_host(_host_name(given), keys=bool(self._keys)):
+            raise MisdirectedError(f"this server may not be called {given!r} (--allowed-hosts allows names)")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
@@ -96,22 +125,15 @@ class Guard:
             parts.append(part)
             more = message.get("more_body", False)
         body = b"".join(parts)
-        if nesting(body) > MAX_NESTING:
-            raise BadRequestError(f"the body is nested deeper than {MAX_NESTING} levels")
+        await check_shape(body)
         return body
 
 
-def nesting(body: bytes) -> int:
-    """How deep the arrays and objects of a JSON text are nested."""
-    depth = deepest = 0
-    for match in _STRUCTURE.finditer(body):
-        character = match[0]
-        if character in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in b"]}":
-            depth -= 1
-    return deepest
+def _host_name(host: str) -> str:
+    """The name or address in a Host header: without the port, brackets or the dot that ends a full name."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].rstrip(".").lower()
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:

@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -15,7 +16,10 @@ from ..report import plan_table
 from ..units import format_size
 from .app import create_app
 from .backend import Backend
+from .connections import Connection, Limits, quiet_uvicorn
 from .settings import ServerSettings
+
+BACKLOG = 2048
 
 
 def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
@@ -23,6 +27,7 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     # Wrong keys, or an address that is taken, should not show only after a model was loaded.
     keys = settings.keys()
+    limits = Limits(settings.max_connections, settings.client_timeout)
     listener = _listen(settings)
     backend = Backend(
         model,
@@ -33,28 +38,44 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
     )
     backend.start()
     # Before anyone is told the address.
-    listener.listen(2048)
+    listener.listen(BACKLOG)
     _greet(backend, listener, keys)
+    server = make_server(backend, settings, limits)
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        # Uvicorn handles them, and when it has shut down raises them again for whoever was there before.
+        signal.signal(stop, lambda *_: None)
+    server.run(sockets=[listener])
+
+
+def make_server(backend: Backend, settings: ServerSettings, limits: Limits) -> "Server":
+    """A server for a backend that was started; `run` or `serve` it with a socket that listens."""
+    quiet_uvicorn()
     config = uvicorn.Config(
         create_app(backend, settings),
+        http=partial(Connection, limits),  # type: ignore[arg-type]
+        ws="none",
+        backlog=limits.accepted_at_once,
         log_level=settings.log_level,
         access_log=settings.log_level == "debug",
         # The engine ends all requests when the time is over; their answers then still have to be sent.
         timeout_graceful_shutdown=settings.grace + 10,
         log_config=None,
     )
-    for stop in (signal.SIGINT, signal.SIGTERM):
-        # Uvicorn handles them, and when it has shut down raises them again for whoever was there before.
-        signal.signal(stop, lambda *_: None)
-    _Server(config, backend, settings.grace).run(sockets=[listener])
+    return Server(config, backend, settings.grace)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """Stops the engine while connections are still there, so that requests that are cut off are told."""
 
     def __init__(self, config: uvicorn.Config, backend: Backend, grace: int) -> None:
         super().__init__(config)
         self._backend, self._grace = backend, grace
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or []:
+            # Uvicorn's backlog is also how many asyncio accepts at once; more may wait for that.
+            listener.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         stopping = asyncio.create_task(asyncio.to_thread(self._backend.stop, self._grace))

@@ -23,10 +23,22 @@ class ServerSettings(SettingsBase):
     cors_origin: str | None = setting(
         None, "ORIGINS", "web pages that may call the server, separated by commas, or *; default none"
     )
+    allowed_hosts: str | None = setting(
+        None,
+        "NAMES",
+        "names by which clients may call the server, separated by commas, or *; "
+        "default: localhost and --host; any where there are API keys",
+    )
     max_waiting: int = setting(256, "N", "requests that may wait for their turn; default 256", int)
     max_wait: int = setting(600, "SECONDS", "how long a request may wait for its turn; default 600", int)
     default_max_tokens: int = setting(
         4096, "N", "tokens of an answer at most where the request does not say; default 4096", int
+    )
+    max_connections: int | None = setting(
+        None, "N", "connections that may be open; default 1024, or half of the files a process may open", int
+    )
+    client_timeout: int = setting(
+        60, "SECONDS", "how long a client may take to send a request or to go on reading its answer; default 60", int
     )
     max_body: str | int = setting("32MiB", "SIZE", "largest request body; default 32MiB")
     grace: int = setting(10, "SECONDS", "how long running requests may go on at shutdown; default 10", int)
@@ -35,9 +47,10 @@ class ServerSettings(SettingsBase):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise SettingError(f"--port is {self.port}; it must be from 0 to 65535")
-        for name in ("max_wait", "default_max_tokens"):
-            if getattr(self, name) < 1:
-                raise SettingError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_wait", "default_max_tokens", "max_connections", "client_timeout"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
         for name in ("max_waiting", "grace"):
             if getattr(self, name) < 0:
                 raise SettingError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0")
@@ -52,26 +65,36 @@ class ServerSettings(SettingsBase):
     @property
     def local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        address = _address(self.host)
+        return self.host == "localhost" or (address is not None and address.is_loopback)
 
     @property
     def origins(self) -> list[str]:
-        return [origin.strip() for origin in (self.cors_origin or "").split(",") if origin.strip()]
+        return _list(self.cors_origin)
+
+    def allows_host(self, name: str, keys: bool) -> bool:
+        """Whether a request may call the server `name` (lower case, no port); `keys`: it also needs a key.
+
+        A page can have its own name resolve to this machine and is then of the same origin as the server. It cannot
+        know a key, and it cannot do so where it was called by an address.
+        """
+        allowed = [host.lower().strip("[]") for host in _list(self.allowed_hosts)]
+        if "*" in allowed or (keys and not allowed) or name in ("localhost", self.host.lower(), *allowed):
+            return True
+        address, bound = _address(name), _address(self.host)
+        if address is None:
+            return False
+        return address.is_loopback or address == bound or bound is None or bound.is_unspecified
 
     def keys(self) -> list[str]:
         """The API keys; raises SettingError if there are none and the address is public."""
         text = os.environ.get("ONEKV_API_KEYS", "")
         found = [] if _is_file(text) else [key.strip() for key in text.split(",")]
         if self.api_keys is not None and _is_file(self.api_keys):
-            lines = Path(self.api_keys).expanduser().read_text().splitlines()
-            found += [line.strip() for line in lines if not line.lstrip().startswith("#")]
+            found += _read_keys(Path(self.api_keys).expanduser())
         elif self.api_keys is not None and self.api_keys != text:
-            raise SettingError(f"--api-keys is {self.api_keys!r}, but there is no such file")
+            # Not named: it may be a key, given in the wrong place.
+            raise SettingError("--api-keys must name a file with one key per line, but there is no such file")
         keys = list(dict.fromkeys(key for key in found if key))
         short = [key for key in keys if len(key) < 8 or not key.isascii()]
         if short:
@@ -85,4 +108,28 @@ class ServerSettings(SettingsBase):
 
 
 def _is_file(text: str) -> bool:
-    return bool(text) and Path(text).expanduser().is_file()
+    try:
+        return bool(text) and Path(text).expanduser().is_file()
+    except (OSError, RuntimeError):
+        # Too long for a path, or ~ of nobody: keys.
+        return False
+
+
+def _read_keys(file: Path) -> list[str]:
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise SettingError(f"--api-keys is {str(file)!r}, which cannot be read: {reason}") from None
+    return [line.strip() for line in lines if not line.lstrip().startswith("#")]
+
+
+def _list(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None

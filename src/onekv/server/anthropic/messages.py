@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ...engine import End
-from ...errors import OneKVError
 from ..backend import Backend
 from ..chat import ChatCall, Choice, Part, ToolCall, count_tokens, open_chat
-from ..errors import BadRequestError, anthropic_body
+from ..errors import BadRequestError, anthropic_body, for_client
 from ..streaming import sse, stream, until_gone
 from .convert import full_call, prompt_call
 from .schema import CountBody, MessagesBody, NoChoice
@@ -95,8 +94,8 @@ class Answer:
                     index, kind = index + 1, _kind(part)
                     yield _event("content_block_start", index=index, content_block=_empty(part))
                 yield _event("content_block_delta", index=index, delta=_delta(part))
-        except OneKVError as error:
-            yield sse(anthropic_body(error), "error")
+        except Exception as error:  # noqa: BLE001  it is told, or logged and told
+            yield sse(anthropic_body(for_client(error)), "error")
             return
         if kind is not None:
             yield _event("content_block_stop", index=index)

@@ -8,10 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import OneKVError
 from ..backend import Backend
 from ..chat import ChatCall, Choice, Part, Text, ToolCall, open_chat
-from ..errors import BadRequestError, openai_body
+from ..errors import BadRequestError, for_client, openai_body
 from ..streaming import sse, stream, until_gone
 from .common import TokenTexts, fingerprint, merged, new_id, usage
 from .schema import ChatBody
@@ -113,8 +112,8 @@ class ChatAnswer:
                     yield self._chunk(index, {name: part.text}, logprobs=self._logprobs([part]))
             if self._body.wants_usage:
                 yield self._event([], self._usage())
-        except OneKVError as error:
-            yield sse(openai_body(error))
+        except Exception as error:  # noqa: BLE001  it is told, or logged and told
+            yield sse(openai_body(for_client(error)))
         yield sse("[DONE]")
 
     def _chunk(

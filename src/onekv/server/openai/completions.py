@@ -10,9 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from ...engine import Piece
-from ...errors import OneKVError
 from ..backend import Backend, Generation, Prompt
-from ..errors import BadRequestError, openai_body
+from ..errors import BadRequestError, for_client, openai_body
 from ..streaming import sse, stream, until_gone
 from .common import TokenTexts, fingerprint, finite, merged, new_id, usage
 from .schema import MAX_GENERATIONS, CompletionBody
@@ -98,8 +97,8 @@ class _Answer:
                     yield self._event([self._choice(index, piece, None)])
             if self._body.wants_usage:
                 yield self._event([], self._usage())
-        except OneKVError as error:
-            yield sse(openai_body(error))
+        except Exception as error:  # noqa: BLE001  it is told, or logged and told
+            yield sse(openai_body(for_client(error)))
         yield sse("[DONE]")
 
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import OneKVError
 from ..backend import Backend
 from ..chat import ChatCall, Choice, open_chat
-from ..errors import BadRequestError
+from ..errors import BadRequestError, for_client
 from ..streaming import sse, stream, until_gone
 from .common import TokenTexts, new_id
 from .responses_schema import ResponsesBody, messages_of
@@ -107,8 +106,8 @@ class ResponseAnswer:
             async for event in self._events():
                 yield sse({**event, "sequence_number": number}, event["type"])
                 number += 1
-        except OneKVError as error:
-            self._response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+        except Exception as error:  # noqa: BLE001  it is told, or logged and told
+            self._response |= {"status": "failed", "error": {"code": "server_error", "message": str(for_client(error))}}
             failed = {"type": "response.failed", "response": self._response, "sequence_number": number}
             yield sse(failed, "response.failed")
 
