@@ -8,7 +8,6 @@ end with the call, or the next write of MLX's would copy it.
 
 import functools
 import logging
-import threading
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,9 +27,7 @@ log = logging.getLogger("onekv")
 
 Array = np.ndarray[Any, Any]
 NOTHING = np.zeros(0, np.float32)
-# Said when it takes longer than that to load what was compiled.
 COMPILING = "onekv: compiling attention over encoded KV for this processor; that is done once and takes about 20 s"
-COMPILING_SECONDS = 2.0
 SLOW = "so decoding with this --kv-format is slow on CPU; run pip install -U 'onekv[cpu]'"
 
 
@@ -91,17 +88,15 @@ def encoded_decode(
 
 def _decode(*arguments: Any) -> None:
     # Not before it is needed: this imports numba.
-    from .cpu_kernel import decode
+    from numba.core.event import install_listener
+
+    from .cpu_kernel import Compiling, decode
 
     if decode.signatures:
         decode(*arguments)
         return
-    told = threading.Timer(COMPILING_SECONDS, log.warning, [COMPILING])
-    told.start()
-    try:
+    with install_listener("numba:compile", Compiling(lambda: log.warning(COMPILING))):
         decode(*arguments)
-    finally:
-        told.cancel()
 
 
 def _contiguous(array: mx.array) -> Array:

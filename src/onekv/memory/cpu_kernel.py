@@ -4,7 +4,7 @@ stays in the processor's cache, and nothing larger is ever in plain form.
 For each row of a batch, one after the other, by one thread:
 
     new token   its keys, without their centre, and values are rotated, encoded and stored, with the arithmetic of
-                `Codec.encode`; what that rounds otherwise in the last bit may get the code beside it
+                `Codec.encode`, operation by operation: the same row gets the same bytes (`exact`)
     queries     are rotated; with centres, also made into factors of the table of turns (`formats.centre`)
     tiles       for each head: keys to numbers, scores; values to numbers, weighted sums. A running softmax, in powers
                 of 2: sums are scaled when a larger score comes
@@ -37,10 +37,12 @@ is kept on disk, and made again when this file changes: so it calls nothing comp
 tuple with a class of its own, which a later version may not have.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.core.event import Event, Listener
 
 Array = np.ndarray[Any, Any]
 
@@ -68,6 +70,8 @@ f32, i32, u8, u16, u32, u64 = np.float32, np.int32, np.uint8, np.uint16, np.uint
 ONE, TWO, THREE, FOUR = u64(1), u64(2), u64(3), u64(4)
 
 RULES = {"contract", "nsz"}
+# What encodes rows: each operation is rounded, as MLX's are. Said explicitly, or it would inherit its caller's rules.
+exact = njit(nogil=True, error_model="numpy", fastmath=False)
 compiled = njit(nogil=True, error_model="numpy", fastmath=RULES)
 # Sums may be added up in any order, which is then the same for all sums of that length.
 adding = njit(nogil=True, error_model="numpy", fastmath={*RULES, "reassoc"})
@@ -105,6 +109,20 @@ def decode(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any, re
             _unrotate(out[row, i], rotations[1])
 
 
+class Compiling(Listener):
+    """Calls `tell` when `decode` is compiled, and not when what was kept is loaded, however long that takes."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def on_start(self, event: Event) -> None:
+        if event.data["dispatcher"] is decode:
+            self._tell()
+
+    def on_end(self, event: Event) -> None:
+        pass
+
+
 @compiled
 def _store_new(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any, reads: Any, row: int) -> None:
     heads, _, new_keys, new_values, _, _ = inputs
@@ -126,7 +144,7 @@ def _store_new(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any
         _store(new, values, head, slot)
 
 
-@compiled
+@exact
 def _take_off(row: Array, centres: Any, head: int, turn: Array) -> None:
     """The head's mean, turned to the position whose cosines and sines are `turn`."""
     mean, first, second, still, _ = centres
@@ -456,7 +474,7 @@ def _entries(
 # Rotation
 
 
-@compiled
+@exact
 def _rotate(row: Array, rotation: Any) -> None:
     """In place."""
     signs, hartley = rotation
@@ -465,7 +483,7 @@ def _rotate(row: Array, rotation: Any) -> None:
     _transform(row, hartley)
 
 
-@compiled
+@exact
 def _unrotate(row: Array, rotation: Any) -> None:
     signs, hartley = rotation
     _transform(row, hartley)
@@ -473,7 +491,7 @@ def _unrotate(row: Array, rotation: Any) -> None:
         row[j] *= signs[j]
 
 
-@compiled
+@exact
 def _transform(row: Array, hartley: Array) -> None:
     odd = hartley.shape[0]
     power = row.size // odd
@@ -484,10 +502,10 @@ def _transform(row: Array, hartley: Array) -> None:
                 a, b = row[j], row[j + step]
                 row[j], row[j + step] = a + b, a - b
         step *= 2
-    scale = f32(1) / f32(np.sqrt(f32(power)))
+    scale = f32(1 / np.sqrt(np.float64(power)))
+    for j in range(row.size):
+        row[j] *= scale
     if odd == 1:
-        for j in range(row.size):
-            row[j] *= scale
         return
     before = row.copy()
     for i in range(odd):
@@ -495,13 +513,13 @@ def _transform(row: Array, hartley: Array) -> None:
             total = f32(0)
             for k in range(odd):
                 total += hartley[i, k] * before[k * power + j]
-            row[i * power + j] = total * scale
+            row[i * power + j] = total
 
 
 # Writing
 
 
-@compiled
+@exact
 def _store(row: Array, side: Any, head: int, slot: int) -> None:
     """One rotated row, which is changed."""
     kind, slots, row_bytes, groups, codes, scales, biases, _, book, edges = side
@@ -522,12 +540,13 @@ def _store(row: Array, side: Any, head: int, slot: int) -> None:
         _pack(own, kind, stored)
 
 
-@compiled
+@exact
 def _quantize(row: Array, first: int, size: int, bits: int, codes: Array) -> tuple[Any, Any]:
     """Codes of one group; its scale and bias, as `mx.quantize` chooses them."""
     most, high, low = f32(2**bits - 1), -LARGEST, LARGEST
     for j in range(first, first + size):
         if row[j] != row[j]:
+            codes[first : first + size] = 0
             return row[j], row[j]
         row[j] = min(max(row[j], -LARGEST), LARGEST)
         high, low = max(high, row[j]), min(low, row[j])
@@ -542,19 +561,21 @@ def _quantize(row: Array, first: int, size: int, bits: int, codes: Array) -> tup
     return scale, bias
 
 
-@compiled
+@exact
 def _find(row: Array, book: Array, edges: Array, codes: Array) -> Any:
     """Codes of the nearest entries of the book; the corrected norm."""
     squares = f32(0)
     for j in range(row.size):
         squares += row[j] * row[j]
     if squares != squares:
+        codes[:] = edges.size
         return squares
     norm = np.sqrt(squares)
     scale, length = np.sqrt(f32(row.size)) / max(norm, SMALLEST_NORM), f32(0)
     for j in range(row.size):
         code = 0
-        while code < edges.size and edges[code] < row[j] * scale:
+        # What is not a number, as of a row whose norm is infinite, comes after all: `mx.searchsorted` has it so.
+        while code < edges.size and not edges[code] >= row[j] * scale:
             code += 1
         codes[j] = u8(code)
         length += book[code] * book[code]
