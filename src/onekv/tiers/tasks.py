@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from threading import Event
 
-from .index import Row, Use
+from .rows import Row, Use
 
 
 @dataclass

@@ -10,14 +10,14 @@ Without threads (`Place.threads`) the same is done by `step`, on the thread that
 
 import errno
 import os
-import sqlite3
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event, Thread
 
 from .folder import Folder
-from .index import BATCH, LATEST, WRITES, DiskIndex, Name, NewRow, Row, Use
+from .index import BATCH, LATEST, WRITES, DiskIndex
+from .rows import Name, NewRow, Row, Use
 from .shared import Shared
 from .store import Store
 from .tasks import Barrier, Clear, Drop, Job, Remove, Task, Write
@@ -201,7 +201,10 @@ class Writer:
                     self._store = Store(self.place.folder, DiskIndex(self.place.folder.index))
                 self._perform(self._store, job)
                 return
-        except sqlite3.Error as error:
+        except OSError as error:
+            self._refused(error)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the tier is out of use and says so; nobody may wait for ever for a thread that is gone.
             self.shared.fail(error)
         with self.shared.lock:
             self._touched.clear()
@@ -268,7 +271,7 @@ class Writer:
                 self._give_back(tasks[number])
 
         data = [task.buffer for task in tasks if task.buffer is not None]
-        errors = store.put(new, data, self.shared.clock.today(), made)
+        errors, left = store.put(new, data, self.shared.clock.today(), made)
         stored = [each.row for each, error in zip(new, errors, strict=True) if error is None]
         with self.shared.lock:
             counts = self.shared.counts
@@ -277,6 +280,11 @@ class Writer:
             counts.writes += len(stored)
             counts.written_bytes += sum(row.size for row in stored)
             counts.discarded += len(new) - len(stored)
+        if left:
+            with self.shared.lock:
+                # At most that, should even looking be refused.
+                counts.files += sum(each.row.size for each in new) - sum(row.size for row in stored)
+            self._recount()
         for error in errors:
             if error is not None:
                 self._refused(error)
@@ -311,6 +319,8 @@ class Writer:
                 return False
             victims = self._victims(store, excess, before)
             if not victims:
+                if self._remove_orphans(store):
+                    continue
                 return False
             self._remove_parts(store, victims)
             with self.shared.lock:
@@ -331,19 +341,34 @@ class Writer:
 
     def _remove_parts(self, store: Store, parts: Sequence[tuple[Name, int]]) -> None:
         try:
-            store.remove([name for name, _ in parts])
+            removed = store.remove([name for name, _ in parts])
         except OSError:
             # Some are gone and some are not.
-            self._recount(store)
+            self._recount()
             raise
+        if removed != sum(size for _, size in parts):
+            # Files or rows were changed by somebody else: what was counted for them is not known.
+            self._recount()
+            return
         with self.shared.lock:
-            self.shared.counts.files -= sum(size for _, size in parts)
+            self.shared.counts.files -= removed
             self.shared.counts.blocks -= sum(name.part >= 0 for name, _ in parts)
 
-    def _recount(self, store: Store) -> None:
-        totals = store.index.totals()
+    def _remove_orphans(self, store: Store) -> bool:
+        """Whether something was found that takes room and that no row knows, so that it would never be evicted."""
         with self.shared.lock:
-            self.shared.counts.files, self.shared.counts.blocks = totals.bytes, totals.blocks
+            # Rather a block less than all files looked at again and again, while parts are only waiting to be read.
+            if self.shared.expected:
+                return False
+        files, _, _ = store.remove_orphans()
+        self._recount()
+        return files > 0
+
+    def _recount(self) -> None:
+        """Believe the folder, not the index."""
+        blocks, size = self.place.folder.used()
+        with self.shared.lock:
+            self.shared.counts.files, self.shared.counts.blocks = size, blocks
 
     def _remove(self, store: Store, row: Row) -> None:
         if store.index.row(row.name) != row:
@@ -362,10 +387,9 @@ class Writer:
 
     def _clear(self, store: Store) -> None:
         try:
-            store.remove([name for name, _ in store.index.of_model(self.place.model)])
+            self._remove_parts(store, store.index.of_model(self.place.model))
         except OSError as error:
             self._refused(error)
-        self._recount(store)
 
     def _write_touches(self, store: Store) -> None:
         with self.shared.lock:
