@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from damage import COLUMNS, LIMIT, VALUES, Watched, again, execute, read_some, set_values, use
+from damage import LIMIT, Watched, again, read_some, use
+from damages import COLUMNS, VALUES, execute, set_values
 from disk_parts import MB, address, fetch_one, file_of, files, image, is_right, offer, open_tier, store
 
 from onekv.tiers.base import STATES, Target
@@ -74,7 +75,7 @@ def test_values_that_nobody_wrote_while_it_is_used(root, table):
             in_time(partial(use, tier, choose, True))
             in_time(tier.close)
             assert disk.most <= LIMIT, (column, value)
-            again(root, choose, disk)
+            again(root, disk)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_one_row_with_a_value_that_nobody_wrote(root, column, value, in_use):
     in_time(tier.flush)
     assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) <= LIMIT
     in_time(tier.close)
-    again(root, random.Random(0), Watched(root))
+    again(root, Watched(root))
 
 
 def test_sizes_that_say_less_than_there_is_do_not_fill_the_disk(root):
@@ -270,7 +271,7 @@ def test_an_error_that_nobody_thought_of_ends_the_tier_and_not_its_thread(root, 
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.exc_info is not None, "the traceback is logged"
     in_time(tier.close)
-    again(root, random.Random(0), Watched(root))
+    again(root, Watched(root))
 
 
 def test_an_error_while_reading_ahead_is_not_lost(root):

@@ -35,7 +35,8 @@ from .reader import Problem, Readers
 from .rows import Name, Row, State
 from .shared import Shared
 from .store import LEAST_LIMIT, Store, open_index
-from .writer import Place, Writer
+from .tasks import Place
+from .writer import Writer
 
 Answer = TypeVar("Answer")
 # What is said of a part that is not there.

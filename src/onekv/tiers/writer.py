@@ -12,35 +12,18 @@ import errno
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Event, Thread
 
-from .folder import Folder
 from .index import BATCH, LATEST, WRITES, DiskIndex
 from .rows import Name, NewRow, Row, Use
 from .shared import Shared
 from .store import Store
-from .tasks import Barrier, Clear, Drop, Job, Remove, Task, Write
+from .tasks import Barrier, Clear, Drop, Job, Place, Remove, Task, Write
 
 # Seconds that uses may wait to be written: a kill loses them.
 TOUCH_DELAY = 1.0
 # Free bytes that are left to the disk, so that the index can always be written.
 SPARE = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the writer writes, and how much it may."""
-
-    folder: Folder
-    model: int
-    hash: str
-    block_tokens: int
-    limit: int
-    # Bytes per day (UTC), if there is a bound.
-    budget: int | None
-    # Whether there is a thread; else the caller's does a job when it is told to (`step`).
-    threads: bool = True
 
 
 class Writer:
@@ -244,12 +227,14 @@ class Writer:
         if not tasks:
             return
         problem: OSError | None = None
+        may = False
         try:
-            if self._may_write(store, tasks):
-                self._put(store, tasks)
-                return
+            may = self._may_write(store, tasks)
         except OSError as error:
             problem = error
+        if may:
+            self._put(store, tasks)
+            return
         if len(tasks) > 1:
             # There is no room for all of them, but perhaps for some.
             for task in tasks:
@@ -284,10 +269,13 @@ class Writer:
             with self.shared.lock:
                 # At most that, should even looking be refused.
                 counts.files += sum(each.row.size for each in new) - sum(row.size for row in stored)
-            self._recount()
-        for error in errors:
-            if error is not None:
-                self._refused(error)
+            try:
+                self._recount()
+            except OSError as error:
+                errors.append(error)
+        for problem in errors:
+            if problem is not None:
+                self._refused(problem)
 
     def _may_write(self, store: Store, tasks: list[Write]) -> bool:
         """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
