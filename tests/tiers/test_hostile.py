@@ -20,7 +20,7 @@ from disk_parts import MB, address, fetch_one, file_of, files, image, is_right, 
 
 from onekv.tiers.base import STATES, Target
 from onekv.tiers.files import Files, Where
-from onekv.tiers.maintain import verify
+from onekv.tiers.maintain import IndexUnreadable, models, verify
 
 PATIENCE = 60
 SIZE = image().size
@@ -138,6 +138,17 @@ def test_sizes_that_say_more_than_there_is_do_not_let_it_grow(root):
     in_time(tier.flush)
     assert disk.most <= LIMIT
     in_time(tier.close)
+
+
+def test_sizes_that_are_not_true_are_not_shown(root):
+    """The default limit is made of them."""
+    tier = open_tier(root)
+    store(tier, 3)
+    tier.close()
+    assert sum(use.bytes for use in models(root)) == 3 * SIZE
+    set_values(root, "parts", "size", str(10**12))
+    with pytest.raises(IndexUnreadable, match="verify"):
+        models(root)
 
 
 def test_a_path_in_place_of_the_hash_of_a_model(root):
@@ -272,6 +283,25 @@ def test_an_error_that_nobody_thought_of_ends_the_tier_and_not_its_thread(root, 
     assert record.exc_info is not None, "the traceback is logged"
     in_time(tier.close)
     again(root, Watched(root))
+
+
+def test_a_block_that_is_lost_is_counted_once(root):
+    """Of two that are written together, one is refused, and then the index fails."""
+
+    class Full(Files):
+        looks = 0
+
+        def free(self, folder: Where) -> int:
+            self.looks += 1
+            if self.looks == 2:
+                execute(root, "DROP TABLE written")
+            return 0
+
+    tier = open_tier(root, files=Full(), threads=False, write_budget=100 * MB)
+    assert offer(tier, address(0), wait=False) and offer(tier, address(1), wait=False)
+    assert tier.work()
+    assert tier.stats().failed is not None and tier.stats().discarded == 2
+    tier.close()
 
 
 def test_an_error_while_reading_ahead_is_not_lost(root):

@@ -115,12 +115,19 @@ class DiskIndex:
 
     def check(self) -> None:
         """Whether the rows add up. Raises sqlite3.DatabaseError if not. Other damage is met where rows are read."""
-        counted = self._ask("SELECT parts, bytes FROM total")
-        for rows in ("parts INDEXED BY by_use", "parts NOT INDEXED"):
-            if self._ask(f"SELECT count(*), ifnull(sum(size), 0) FROM {rows}") != counted:
-                raise IndexDamaged("its rows are not those that it has counted")
-        self.hashes()
-        self.totals()
+        # One look at all of it: another process may be writing.
+        self._ask("BEGIN")
+        try:
+            counted = self._ask("SELECT parts, bytes FROM total")
+            for rows in ("parts INDEXED BY by_use", "parts NOT INDEXED"):
+                if self._ask(f"SELECT count(*), ifnull(sum(size), 0) FROM {rows}") != counted:
+                    raise IndexDamaged("its rows are not those that it has counted")
+            self.hashes()
+            self.totals()
+        finally:
+            # SQLite has ended it itself after some errors.
+            with suppress(sqlite3.Error):
+                self._ask("ROLLBACK")
 
     def _ask(self, question: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
         with _understood():

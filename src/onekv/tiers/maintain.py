@@ -63,6 +63,7 @@ def models(folder: Path) -> list[ModelUse]:
     try:
         index = DiskIndex(folder / INDEX, read_only=True)
         try:
+            index.check()
             return index.uses()
         finally:
             index.close()

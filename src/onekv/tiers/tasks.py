@@ -29,6 +29,8 @@ class Write:
     row: Row
     buffer: memoryview | None
     use: Use
+    # Whether the folder has it.
+    stored: bool = False
 
     @property
     def part(self) -> tuple[bytes, int]:

@@ -191,7 +191,6 @@ class Writer:
             self.shared.fail(error)
         with self.shared.lock:
             self._touched.clear()
-            self.shared.counts.discarded += len(job) if isinstance(job, list) else 0
 
     def _perform(self, store: Store, job: Job) -> None:
         if isinstance(job, list):
@@ -208,6 +207,7 @@ class Writer:
     def _end(self, job: Job) -> None:
         with self.shared.lock:
             if isinstance(job, list):
+                self.shared.counts.discarded += sum(not task.stored for task in job)
                 for task in job:
                     if self.pending.get(task.part) is task:
                         del self.pending[task.part]
@@ -223,7 +223,9 @@ class Writer:
 
     def _write(self, store: Store, tasks: list[Write]) -> None:
         there = store.index.rows(self.place.model, [task.part for task in tasks])
-        tasks = [task for task, row in zip(tasks, there, strict=True) if row is None]
+        for task, row in zip(tasks, there, strict=True):
+            task.stored = row is not None
+        tasks = [task for task in tasks if not task.stored]
         if not tasks:
             return
         problem: OSError | None = None
@@ -244,7 +246,6 @@ class Writer:
             self._refused(problem)
         elif store.overhead() + (size := tasks[0].row.size) > self.place.limit:
             self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {self.place.limit}.")
-        self.shared.discard()
 
     def _put(self, store: Store, tasks: list[Write]) -> None:
         full = 4 * self.place.block_tokens
@@ -258,13 +259,14 @@ class Writer:
         data = [task.buffer for task in tasks if task.buffer is not None]
         errors, left = store.put(new, data, self.shared.clock.today(), made)
         stored = [each.row for each, error in zip(new, errors, strict=True) if error is None]
+        for task, error in zip(tasks, errors, strict=True):
+            task.stored = error is None
         with self.shared.lock:
             counts = self.shared.counts
             counts.files += sum(row.size for row in stored)
             counts.blocks += sum(row.name.part >= 0 for row in stored)
             counts.writes += len(stored)
             counts.written_bytes += sum(row.size for row in stored)
-            counts.discarded += len(new) - len(stored)
         if left:
             with self.shared.lock:
                 # At most that, should even looking be refused.
