@@ -177,6 +177,27 @@ def test_rows_that_are_lost_do_not_take_room_for_ever(root):
     tier.close()
 
 
+@pytest.mark.parametrize("log", ["lost", "cut"])
+def test_an_index_that_has_lost_its_last_changes_leaves_no_files_behind(root, log):
+    """A power cut or damage takes them; the files are there, and count."""
+    tier = open_tier(root, LIMIT, threads=False)
+    store(tier, 20)
+    tier.kill()
+    if log == "lost":
+        (root / "index.db-wal").unlink()
+    else:
+        os.truncate(root / "index.db-wal", (root / "index.db-wal").stat().st_size // 2)
+    disk = Watched(root)
+    tier = open_tier(root, LIMIT, threads=False, files=disk)
+    keys = [address(number).key for number in range(20)]
+    assert len(files(root)) == len(tier.find(keys)) == tier.stats().blocks < 20
+    assert sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) == tier.stats().bytes
+    store(tier, 40, first=100)
+    assert disk.most <= LIMIT
+    tier.close()
+    assert verify(root).sound
+
+
 @pytest.mark.parametrize("change", ["DROP TABLE parts", "ALTER TABLE parts RENAME COLUMN used TO older"])
 def test_tables_that_are_not_ours_are_made_anew(root, change):
     tier = open_tier(root)

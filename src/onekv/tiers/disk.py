@@ -117,6 +117,9 @@ class DiskTier:
         store.settle()
         totals = index.totals()
         shared.counts.blocks, shared.counts.files = totals.blocks, totals.bytes
+        if not index.open_use():
+            store.remove_orphans()
+            shared.counts.blocks, shared.counts.files = self._folder.used()
         place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
         self._writer = Writer(place, shared, totals.clock)
         self._readers = Readers(self._folder, self._hash, self._images, self._writer)
@@ -345,7 +348,7 @@ class DiskTier:
     def _close_index(self, index: DiskIndex) -> None:
         try:
             if self._shared.failed is None:
-                index.checkpoint()
+                index.close_use()
             index.close()
         except sqlite3.Error as error:
             self._shared.fail(error)

@@ -5,9 +5,10 @@ A part's row has one of three states, each committed before the next thing happe
     WRITING  (row)  -> file made under a temporary name -> renamed ->  READY  (row)
     READY           ->  LEAVING  (row)  -> file removed -> row deleted
 
-So a kill at any instant leaves files only where a row says WRITING or LEAVING, and the next open removes those without
-looking at any other file. The database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block.
-After a power cut a row may promise a file that did not get there; the checksum in the row tells.
+So a kill at any instant leaves files only where a row says WRITING or LEAVING, and the next open removes those. The
+database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block. After a power cut a row may
+promise a file that did not get there, which its checksum tells; or the last changes are lost, and no row knows of a
+file. So an index that was not closed (`close_use`) is compared with the folder; another is opened without a look at it.
 
 `used` is a clock that goes on over restarts: the least is evicted first.
 """
@@ -114,8 +115,7 @@ class DiskIndex:
             raise IndexDamaged("it is a database of another kind")
 
     def check(self) -> None:
-        """Whether the rows add up. Raises sqlite3.DatabaseError if not. Other damage is met where rows are read."""
-        # One look at all of it: another process may be writing.
+        """Whether the rows add up, in one look. Raises sqlite3.DatabaseError. Other damage is met where it is read."""
         self._ask("BEGIN")
         try:
             counted = self._ask("SELECT parts, bytes FROM total")
@@ -134,8 +134,8 @@ class DiskIndex:
             return self._db.execute(question, values).fetchall()
 
     def _first(self, question: str, values: Sequence[object] = ()) -> tuple[object, ...]:
-        for row in self._ask(question, values):
-            return row
+        if rows := self._ask(question, values):
+            return rows[0]
         raise IndexDamaged("a row is missing")
 
     @contextmanager
@@ -177,6 +177,18 @@ class DiskIndex:
     def shrink(self) -> None:
         """Give pages that are not used back to the file system."""
         self._ask("PRAGMA incremental_vacuum")
+        self.checkpoint()
+
+    def open_use(self) -> bool:
+        """The folder will be changed, until `close_use`; whether the last who did came as far as that."""
+        closed = not self._ask("SELECT value FROM meta WHERE name = 'open'")
+        self._ask("INSERT OR REPLACE INTO meta VALUES ('open', 'yes')")
+        # Into the database itself: the log may be lost.
+        self.checkpoint()
+        return closed
+
+    def close_use(self) -> None:
+        self._ask("DELETE FROM meta WHERE name = 'open'")
         self.checkpoint()
 
     def nbytes(self) -> int:
