@@ -60,8 +60,8 @@ class DiskTier:
     ) -> None:
         """`images` are the model's kinds of parts; `write_budget` is for bytes per day (UTC).
 
-        The last three are for simulations. If something raises an exception that is no `Exception` while the folder is
-        opened, it is as after `kill`.
+        The last three are for simulations. Without threads, an exception that is no `Exception` while the folder is
+        opened leaves it as `kill` does.
 
         Raises SettingError, or FolderInUse.
         """
@@ -79,16 +79,17 @@ class DiskTier:
         self._index: DiskIndex | None = None
         try:
             self._open_twice(fingerprint, name, block_tokens, write_budget)
-        except (OSError, sqlite3.Error) as error:
+        except BaseException as error:
+            if not threads and not isinstance(error, Exception):
+                self.kill()
             if self._index is not None:
                 self._index.close()
             self._folder.release()
+            if not isinstance(error, (OSError, sqlite3.Error)):
+                raise
             raise SettingError(
                 f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
             ) from error
-        except BaseException:
-            self.kill()
-            raise
 
     def _open_twice(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
         try:
@@ -322,6 +323,7 @@ class DiskTier:
         for path in files:
             path.unlink(missing_ok=True)
         for path, content in left.items():
+            path.touch(0o600)
             path.write_bytes(content)
         self._closed = True
         self._folder.release()
