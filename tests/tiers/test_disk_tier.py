@@ -30,7 +30,8 @@ from disk_parts import (
 from onekv.errors import SettingError
 from onekv.tiers.base import STATES, Target
 from onekv.tiers.folder import Folder
-from onekv.tiers.index import DiskIndex, Name, NewRow, Row, Use
+from onekv.tiers.index import DiskIndex
+from onekv.tiers.rows import Name, NewRow, Row, Use
 
 SIZE = image().size
 

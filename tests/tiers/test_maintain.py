@@ -9,8 +9,9 @@ from disk_parts import MB, address, file_of, files, image, open_tier, store
 from onekv.errors import OneKVError, SettingError
 from onekv.tiers.base import STATES
 from onekv.tiers.folder import Folder, model_hash
-from onekv.tiers.index import DiskIndex, Name, NewRow, Row, Use
+from onekv.tiers.index import DiskIndex
 from onekv.tiers.maintain import IndexUnreadable, clear, models, verify
+from onekv.tiers.rows import Name, NewRow, Row, Use
 
 SIZE = image().size
 

@@ -180,6 +180,7 @@ def test_kill_frees_the_lock_and_keeps_what_was_committed(root):
     log = (root / "index.db-wal").stat().st_size
     tier.kill()
     assert (root / "index.db-wal").stat().st_size == log > 0
+    assert all((root / name).stat().st_mode & 0o777 == 0o600 for name in ("index.db", "index.db-wal"))
     tier = open_tier(root)
     assert len(tier.find([*(where.key for where in nodes), address(50).key])) == 3
     tier.close()

@@ -14,8 +14,9 @@ from onekv.tiers import store as store_module
 from onekv.tiers.base import Target
 from onekv.tiers.disk import DiskTier
 from onekv.tiers.files import Files
-from onekv.tiers.index import WRITES, DiskIndex, State
+from onekv.tiers.index import WRITES, DiskIndex
 from onekv.tiers.maintain import verify
+from onekv.tiers.rows import State
 
 SIZE = image().size
 
@@ -181,7 +182,8 @@ def test_files_are_read_ahead_unless_they_are_in_memory(root):
     def expect() -> int:
         disk.asked = 0
         tier.expect([(node.key, 0) for node in nodes])
-        tier._readers._pool.submit(lambda: None).result()
+        assert tier._readers._ahead is not None
+        tier._readers._ahead.submit(lambda: None).result()
         tier.unexpect([(node.key, 0) for node in nodes])
         return disk.asked
 

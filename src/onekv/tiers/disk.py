@@ -2,7 +2,7 @@
 
     engine's thread   asks the index (its own connection), fills buffers and takes their checksums, reads parts
     writer            one thread; the only one that changes the folder (`writer`)
-    reader            one thread, which reads parts beside the engine's and tells the system to read ahead (`reader`)
+    readers           one thread reads parts beside the engine's, another tells the system to read ahead (`reader`)
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
 written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
@@ -30,11 +30,13 @@ from .base import Address, Entry, Target, TierStats
 from .files import CLOCK, FILES, Clock, Files
 from .folder import INDEX_FILES, Folder, model_hash
 from .image import Image
-from .index import DiskIndex, Name, Row
+from .index import DiskIndex
 from .reader import Problem, Readers
+from .rows import Name, Row, State
 from .shared import Shared
 from .store import LEAST_LIMIT, Store, open_index
-from .writer import Place, Writer
+from .tasks import Place
+from .writer import Writer
 
 Answer = TypeVar("Answer")
 # What is said of a part that is not there.
@@ -58,8 +60,8 @@ class DiskTier:
     ) -> None:
         """`images` are the model's kinds of parts; `write_budget` is for bytes per day (UTC).
 
-        The last three are for simulations. If something raises an exception that is no `Exception` while the folder is
-        opened, it is as after `kill`.
+        The last three are for simulations. Without threads, an exception that is no `Exception` while the folder is
+        opened leaves it as `kill` does.
 
         Raises SettingError, or FolderInUse.
         """
@@ -77,32 +79,34 @@ class DiskTier:
         self._index: DiskIndex | None = None
         try:
             self._open_twice(fingerprint, name, block_tokens, write_budget)
-        except (OSError, sqlite3.Error) as error:
+        except BaseException as error:
+            if not threads and not isinstance(error, Exception):
+                self.kill()
             if self._index is not None:
                 self._index.close()
             self._folder.release()
+            if not isinstance(error, (OSError, sqlite3.Error)):
+                raise
             raise SettingError(
                 f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
             ) from error
-        except BaseException:
-            self.kill()
-            raise
 
     def _open_twice(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
         try:
             self._open(fingerprint, name, block_tokens, budget)
         except sqlite3.OperationalError:
             raise
-        except sqlite3.DatabaseError:
+        except sqlite3.DatabaseError as error:
             # Damage that a first look at the index did not meet: without it, all starts anew.
             if self._index is not None:
                 self._index.close()
-            self._folder.remove_index()
-            self._open(fingerprint, name, block_tokens, budget)
+            self._open(fingerprint, name, block_tokens, budget, str(error))
 
-    def _open(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
-        # Made in one thread and used by another, one at a time: see `_ask`.
-        index, problem = open_index(self._folder, any_thread=True)
+    def _open(
+        self, fingerprint: str, name: str, block_tokens: int, budget: int | None, damage: str | None = None
+    ) -> None:
+        # Made in one thread and used by another, one at a time: see `_question`.
+        index, problem = open_index(self._folder, True, damage)
         self._index = index
         shared = self._shared
         if problem is not None:
@@ -114,6 +118,9 @@ class DiskTier:
         store.settle()
         totals = index.totals()
         shared.counts.blocks, shared.counts.files = totals.blocks, totals.bytes
+        if not index.open_use():
+            store.remove_orphans()
+            shared.counts.blocks, shared.counts.files = self._folder.used()
         place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
         self._writer = Writer(place, shared, totals.clock)
         self._readers = Readers(self._folder, self._hash, self._images, self._writer)
@@ -135,7 +142,7 @@ class DiskTier:
                 return self._shared.failed is None
             if (key, part) in self._shared.damaged:
                 return False
-        return self._question(lambda index: index.ready(Name(self._model, key, part)), False)
+        return self._question(lambda index: index.state(Name(self._model, key, part)) == State.READY, False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
         """What the index says; `nothing` if it has failed or is about to be emptied."""
@@ -268,7 +275,11 @@ class DiskTier:
         self._writer.flush()
 
     def stats(self) -> TierStats:
-        size = sum(self._folder.sizes().values())
+        try:
+            size = sum(self._folder.sizes().values())
+        except OSError as error:
+            size = 0
+            self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
         with self._shared.lock:
             counts = self._shared.counts
             return TierStats(
@@ -312,6 +323,7 @@ class DiskTier:
         for path in files:
             path.unlink(missing_ok=True)
         for path, content in left.items():
+            path.touch(0o600)
             path.write_bytes(content)
         self._closed = True
         self._folder.release()
@@ -329,13 +341,16 @@ class DiskTier:
                 self._index = None
         # A damaged index would end the next tier as well: without it, that one starts anew.
         if self._shared.index_damaged and self._folder.there():
-            self._folder.remove_index()
+            try:
+                self._folder.remove_index()
+            except OSError as error:
+                self._shared.once("remove", f"The damaged index of {self._folder.root} cannot be removed ({error}).")
         self._folder.release()
 
     def _close_index(self, index: DiskIndex) -> None:
         try:
             if self._shared.failed is None:
-                index.checkpoint()
+                index.close_use()
+            index.close()
         except sqlite3.Error as error:
             self._shared.fail(error)
-        index.close()

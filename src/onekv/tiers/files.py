@@ -14,6 +14,7 @@ method is called without a lock of the tier being held, and with threads by seve
 """
 
 import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -71,8 +72,11 @@ class Files:
         os.chmod(path, mode)
 
     def size(self, where: Where | int) -> int:
-        """Of a path, or of what `open` gave."""
-        return os.stat(where).st_size
+        """Of a path, where a link is not followed, or of what `open` gave."""
+        return (os.fstat(where) if isinstance(where, int) else os.lstat(where)).st_size
+
+    def is_folder(self, path: Where) -> bool:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
 
     def same(self, path: Where, handle: int) -> bool:
         """Whether that path is still the file that was opened."""

@@ -122,12 +122,32 @@ class Folder:
         name = key.hex()
         return f"{self.root}/{model}/{name[:2]}/{name}-{'states' if part == STATES else part}.safetensors"
 
-    def unlink(self, model: str, key: bytes, part: int) -> None:
-        """Remove a part's file and what is left of writing it, if they are there."""
+    def unlink(self, model: str, key: bytes, part: int) -> int:
+        """Remove a part's file and what is left of writing it, if they are there; how many bytes that were."""
         path = self.path(model, key, part)
-        for name in (path, path + TEMPORARY):
-            with suppress(FileNotFoundError, NotADirectoryError):
-                self.files.unlink(name)
+        return self._unlink(path) + self._unlink(path + TEMPORARY)
+
+    def _unlink(self, path: str) -> int:
+        try:
+            size = self.files.size(path)
+            self.files.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+        except (IsADirectoryError, PermissionError):
+            # A folder in its place is not ours to remove.
+            if self.files.is_folder(path):
+                return 0
+            raise
+        return size
+
+    def used(self) -> tuple[int, int]:
+        """What is really there: how many files of groups' blocks, and the bytes of all files that are ours."""
+        blocks = size = 0
+        for found in self.scan():
+            if isinstance(found, Found):
+                blocks += found.part != STATES and not found.temporary
+                size += file_size(found.path, self.files)
+        return blocks, size
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file that is not a part."""

@@ -5,26 +5,29 @@ A part's row has one of three states, each committed before the next thing happe
     WRITING  (row)  -> file made under a temporary name -> renamed ->  READY  (row)
     READY           ->  LEAVING  (row)  -> file removed -> row deleted
 
-So a kill at any instant leaves files only where a row says WRITING or LEAVING, and the next open removes those without
-looking at any other file. The database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block.
-After a power cut a row may promise a file that did not get there; the checksum in the row tells.
+So a kill at any instant leaves files only where a row says WRITING or LEAVING, and the next open removes those. The
+database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block. After a power cut a row may
+promise a file that did not get there, which its checksum tells; or the last changes are lost, and no row knows of a
+file. So an index that was not closed (`close_use`) is compared with the folder; another is opened without a look at it.
 
 `used` is a clock that goes on over restarts: the least is evicted first.
 """
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
-from .base import Address
+from . import rows as read
+from .base import STATES, Address
 from .files import FILES, Files
+from .image import KEY_BYTES
+from .rows import IndexDamaged, ModelUse, Name, NewRow, Row, State, Totals, Use
 
-SCHEMA = 1
+SCHEMA = 2
 PAGE = 4096
 # The write-ahead log goes back into the database after this many pages.
 CHECKPOINT_PAGES = 256
@@ -36,90 +39,44 @@ WRITES = 8
 LATEST = 2**63 - 1
 # Names in one query.
 _QUERY = 500
+Item = TypeVar("Item")
 
-_TABLES = """
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
-CREATE TABLE models (id INTEGER PRIMARY KEY, hash TEXT UNIQUE, fingerprint TEXT, name TEXT, created REAL);
+# `total` counts what `parts` holds a second time, in the same transactions: rows that were changed or lost behind the
+# tier's back do not add up to it.
+_TABLES = f"""
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE models (
+    id INTEGER PRIMARY KEY CHECK (id > 0),
+    hash TEXT NOT NULL UNIQUE CHECK (typeof(hash) = 'text' AND length(hash) = {read.HASH_DIGITS}),
+    fingerprint TEXT NOT NULL CHECK (typeof(fingerprint) = 'text'), name TEXT NOT NULL CHECK (typeof(name) = 'text'),
+    created REAL NOT NULL CHECK (typeof(created) = 'real')
+);
 CREATE TABLE parts (
-    model INTEGER, key BLOB, part INTEGER, parent BLOB, start INTEGER, tokens BLOB, partial INTEGER,
-    size INTEGER, checksum BLOB, state INTEGER, used INTEGER, used_at REAL, created REAL,
+    model INTEGER NOT NULL CHECK (typeof(model) = 'integer' AND model > 0),
+    key BLOB NOT NULL CHECK (typeof(key) = 'blob' AND length(key) BETWEEN 1 AND {KEY_BYTES}),
+    part INTEGER NOT NULL CHECK (typeof(part) = 'integer' AND part BETWEEN {STATES} AND {read.MOST_PARTS}),
+    parent BLOB NOT NULL CHECK (typeof(parent) = 'blob' AND length(parent) <= {KEY_BYTES}),
+    start INTEGER NOT NULL CHECK (typeof(start) = 'integer' AND start BETWEEN 0 AND {read.MOST}),
+    tokens BLOB NOT NULL CHECK (typeof(tokens) = 'blob'),
+    partial INTEGER NOT NULL CHECK (partial IN (0, 1)),
+    size INTEGER NOT NULL CHECK (typeof(size) = 'integer' AND size BETWEEN 1 AND {read.MOST}),
+    checksum BLOB NOT NULL CHECK (typeof(checksum) = 'blob' AND length(checksum) = {read.CHECKSUM_BYTES}),
+    state INTEGER NOT NULL CHECK (state IN (0, 1, 2)),
+    used INTEGER NOT NULL CHECK (typeof(used) = 'integer' AND used BETWEEN 0 AND {read.MOST}),
+    used_at REAL NOT NULL CHECK (typeof(used_at) = 'real'), created REAL NOT NULL CHECK (typeof(created) = 'real'),
     PRIMARY KEY (model, key, part)
 ) WITHOUT ROWID;
 CREATE INDEX by_use ON parts (used, state, part, size);
 CREATE INDEX by_parent ON parts (model, parent) WHERE partial;
 CREATE INDEX unsettled ON parts (state) WHERE state <> 1;
-CREATE TABLE written (day TEXT PRIMARY KEY, bytes INTEGER) WITHOUT ROWID;
+CREATE TABLE written (
+    day TEXT PRIMARY KEY NOT NULL, bytes INTEGER NOT NULL CHECK (typeof(bytes) = 'integer' AND bytes >= 0)
+) WITHOUT ROWID;
+CREATE TABLE total (
+    id INTEGER PRIMARY KEY CHECK (id = 1), parts INTEGER NOT NULL CHECK (typeof(parts) = 'integer' AND parts >= 0),
+    bytes INTEGER NOT NULL CHECK (typeof(bytes) = 'integer' AND bytes >= 0)
+);
 """
-
-
-class State(IntEnum):
-    WRITING = 0
-    READY = 1
-    LEAVING = 2
-
-
-class Name(NamedTuple):
-    """A part of any model."""
-
-    model: int
-    key: bytes
-    part: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A part that is there."""
-
-    name: Name
-    address: Address
-    size: int
-    checksum: bytes
-
-
-@dataclass(frozen=True)
-class Use:
-    """When a part was used: on the clock, and in seconds since 1970."""
-
-    clock: int
-    at: float
-
-
-@dataclass(frozen=True)
-class NewRow:
-    """A part to be stored. `partial`: it has less tokens than a block."""
-
-    row: Row
-    partial: bool
-    use: Use
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Of all models: parts that are groups' blocks, bytes of all parts, and the clock."""
-
-    blocks: int
-    bytes: int
-    clock: int
-
-
-@dataclass(frozen=True)
-class ModelUse:
-    """What a folder has of one model. Times are seconds since 1970, None if there is nothing."""
-
-    id: int
-    name: str
-    hash: str
-    # Nodes of which there is something, and how many parts they have here.
-    blocks: int
-    parts: int
-    bytes: int
-    # When the oldest part was stored, and when one was last used.
-    created: float | None
-    used: float | None
-
-
-class IndexDamaged(sqlite3.DatabaseError):
-    """The file is a database, but not this index or not of this version."""
 
 
 class DiskIndex:
@@ -132,6 +89,8 @@ class DiskIndex:
         """
         uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
         self._db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=not any_thread)
+        # Bytes that are no text are damage, too, and not an error of another type.
+        self._db.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
             self._prepare()
         except sqlite3.Error:
@@ -139,19 +98,55 @@ class DiskIndex:
             raise
 
     def _prepare(self) -> None:
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.execute("PRAGMA temp_store = MEMORY")
-        self._db.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-        self._db.execute(f"PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE * 2}")
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        self._ask("PRAGMA synchronous = NORMAL")
+        self._ask("PRAGMA temp_store = MEMORY")
+        self._ask("PRAGMA trusted_schema = OFF")
+        self._ask("PRAGMA cell_size_check = ON")
+        self._ask(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
+        self._ask(f"PRAGMA journal_size_limit = {CHECKPOINT_PAGES * PAGE * 2}")
+        if not self._ask("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             raise IndexDamaged("it has no tables")
-        row = self._db.execute("SELECT value FROM meta WHERE name = 'schema'").fetchone()
-        if row is None or row[0] != str(SCHEMA):
-            raise IndexDamaged(f"it is of version {row and row[0]}, not {SCHEMA}")
+        version = self._ask("SELECT value FROM meta WHERE name = 'schema'")
+        if version != [(str(SCHEMA),)]:
+            raise IndexDamaged(f"it is of version {version[0][0] if version else None}, not {SCHEMA}")
+        if set(self._ask("SELECT type, name, sql FROM sqlite_master")) != _schema():
+            raise IndexDamaged("its tables are not those of its version")
+        if self._ask("PRAGMA journal_mode") != [("wal",)] or self._ask("PRAGMA page_size") != [(PAGE,)]:
+            raise IndexDamaged("it is a database of another kind")
+
+    def check(self) -> None:
+        """Whether the rows add up, in one look. Raises sqlite3.DatabaseError. Other damage is met where it is read."""
+        self._ask("BEGIN")
+        try:
+            counted = self._ask("SELECT parts, bytes FROM total")
+            for rows in ("parts INDEXED BY by_use", "parts NOT INDEXED"):
+                if self._ask(f"SELECT count(*), ifnull(sum(size), 0) FROM {rows}") != counted:
+                    raise IndexDamaged("its rows are not those that it has counted")
+            self.hashes()
+            self.totals()
+        finally:
+            # SQLite has ended it itself after some errors.
+            with suppress(sqlite3.Error):
+                self._ask("ROLLBACK")
+
+    def _ask(self, question: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
+        with _understood():
+            return self._db.execute(question, values).fetchall()
+
+    def _first(self, question: str, values: Sequence[object] = ()) -> tuple[object, ...]:
+        if rows := self._ask(question, values):
+            return rows[0]
+        raise IndexDamaged("a row is missing")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with _understood(), self._db:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield self._db
 
     @staticmethod
-    def create(path: Path, files: Files = FILES) -> None:
-        """A new index, there as a whole or not at all."""
+    def create(path: Path, files: Files = FILES, ready: Callable[[], None] = lambda: None) -> None:
+        """A new index, there as a whole or not at all. `ready` is called before it takes the place of an old one."""
         new = path.with_name(path.name + ".tmp")
         for ending in ("", "-journal", "-wal", "-shm"):
             with suppress(FileNotFoundError):
@@ -164,11 +159,12 @@ class DiskIndex:
             db.execute("PRAGMA journal_mode = WAL")
             with db:
                 db.execute("BEGIN IMMEDIATE")
-                for statement in filter(str.strip, _TABLES.split(";")):
-                    db.execute(statement)
+                _make_tables(db)
                 db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA),))
+                db.execute("INSERT INTO total VALUES (1, 0, 0)")
         finally:
             db.close()
+        ready()
         files.rename(new, path)
 
     def close(self) -> None:
@@ -176,70 +172,96 @@ class DiskIndex:
 
     def checkpoint(self) -> None:
         """Everything into the database itself; the log is empty after it."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        self._ask("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def shrink(self) -> None:
         """Give pages that are not used back to the file system."""
-        self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        self._ask("PRAGMA incremental_vacuum")
+        self.checkpoint()
+
+    def open_use(self) -> bool:
+        """The folder will be changed, until `close_use`; whether the last who did came as far as that."""
+        closed = not self._ask("SELECT value FROM meta WHERE name = 'open'")
+        self._ask("INSERT OR REPLACE INTO meta VALUES ('open', 'yes')")
+        # Into the database itself: the log may be lost.
+        self.checkpoint()
+        return closed
+
+    def close_use(self) -> None:
+        self._ask("DELETE FROM meta WHERE name = 'open'")
         self.checkpoint()
 
     def nbytes(self) -> int:
         """What the database takes once the log is in it."""
-        return int(self._db.execute("PRAGMA page_count").fetchone()[0]) * PAGE
+        return read.whole(self._first("PRAGMA page_count")[0]) * PAGE
 
     # Models
 
     def model(self, hash: str, fingerprint: str, name: str, now: float) -> int:
         """The number of a model; it is added if it is new."""
-        self._db.execute(
+        self._ask(
             "INSERT INTO models (hash, fingerprint, name, created) VALUES (?, ?, ?, ?)"
             " ON CONFLICT (hash) DO UPDATE SET name = excluded.name WHERE name <> excluded.name",
             (hash, fingerprint, name, now),
         )
-        return int(self._db.execute("SELECT id FROM models WHERE hash = ?", (hash,)).fetchone()[0])
+        return read.whole(self._first("SELECT id FROM models WHERE hash = ?", (hash,))[0], 1)
 
     def hashes(self) -> dict[int, str]:
         """The folders of all models."""
-        return dict(self._db.execute("SELECT id, hash FROM models").fetchall())
+        rows = self._ask("SELECT id, hash FROM models")
+        return {read.whole(id, 1): read.model_hash(hash) for id, hash in rows}
 
     def remove_models(self, models: Iterable[int]) -> None:
-        self._db.executemany("DELETE FROM models WHERE id = ?", [(model,) for model in models])
+        with self._transaction() as db:
+            db.executemany("DELETE FROM models WHERE id = ?", [(model,) for model in models])
 
     def uses(self) -> list[ModelUse]:
         """What there is of each model, the one used last first."""
-        rows = self._db.execute(
+        rows = self._ask(
             "SELECT id, name, hash, count(DISTINCT key), count(key), ifnull(sum(size), 0),"
             " min(parts.created), max(used_at)"
             " FROM models LEFT JOIN parts ON model = id AND state = 1 GROUP BY id ORDER BY max(used_at) DESC"
-        ).fetchall()
-        return [ModelUse(*row) for row in rows]
+        )
+        return [
+            ModelUse(
+                read.whole(id, 1),
+                read.text(name),
+                read.model_hash(hash),
+                *map(read.whole, (blocks, parts, size)),
+                *(None if at is None else read.time(at) for at in (created, used)),
+            )
+            for id, name, hash, blocks, parts, size, created, used in rows
+        ]
 
     # Questions
 
     def find(self, model: int, keys: Sequence[bytes]) -> Iterator[tuple[Address, int]]:
         """The parts of these nodes that are ready."""
-        remaining = iter(dict.fromkeys(keys))
-        while some := list(islice(remaining, _QUERY)):
-            marks = ",".join("?" * len(some))
-            rows = self._db.execute(
-                "SELECT key, parent, start, tokens, part FROM parts"
-                f" WHERE model = ? AND key IN ({marks}) AND state = 1",
-                (model, *some),
-            ).fetchall()
-            yield from ((Address(*row[:4]), row[4]) for row in rows)
+        for row in self._of("key, parent, start, tokens, part", model, keys):
+            yield read.address(*row[:4]), read.name(model, row[0], row[4]).part
 
     def tails(self, model: int, parent: bytes) -> list[tuple[Address, int]]:
         """The parts of partial blocks that follow `parent` and are ready."""
-        rows = self._db.execute(
+        rows = self._ask(
             "SELECT key, parent, start, tokens, part FROM parts INDEXED BY by_parent"
             " WHERE model = ? AND parent = ? AND partial AND state = 1 ORDER BY used DESC",
             (model, parent),
-        ).fetchall()
-        return [(Address(*row[:4]), row[4]) for row in rows]
+        )
+        return [(read.address(*row[:4]), read.name(model, row[0], row[4]).part) for row in rows]
 
-    def ready(self, name: Name) -> bool:
-        found = self._db.execute("SELECT state FROM parts WHERE model = ? AND key = ? AND part = ?", name).fetchone()
-        return found is not None and found[0] == State.READY
+    def _of(self, columns: str, model: int, keys: Iterable[bytes]) -> Iterator[tuple[object, ...]]:
+        """The rows of these nodes that are ready."""
+        remaining = iter(dict.fromkeys(keys))
+        while some := list(islice(remaining, _QUERY)):
+            marks = ",".join("?" * len(some))
+            where = f"WHERE model = ? AND key IN ({marks}) AND state = 1"
+            yield from self._ask(f"SELECT {columns} FROM parts {where}", (model, *some))
+
+    def state(self, name: Name) -> State | None:
+        """None if there is no such part."""
+        for row in self._ask("SELECT state FROM parts WHERE model = ? AND key = ? AND part = ?", name):
+            return State(read.whole(row[0], 0, max(State)))
+        return None
 
     def row(self, name: Name) -> Row | None:
         """What is known of a part that is ready."""
@@ -248,47 +270,40 @@ class DiskIndex:
     def rows(self, model: int, parts: Sequence[tuple[bytes, int]]) -> list[Row | None]:
         """What is known of parts, of those that are ready."""
         found: dict[tuple[bytes, int], Row] = {}
-        remaining = iter(dict.fromkeys(key for key, _ in parts))
-        while some := list(islice(remaining, _QUERY)):
-            rows = self._db.execute(
-                "SELECT key, parent, start, tokens, part, size, checksum FROM parts"
-                f" WHERE model = ? AND key IN ({','.join('?' * len(some))}) AND state = 1",
-                (model, *some),
-            ).fetchall()
-            for key, parent, start, tokens, part, size, checksum in rows:
-                found[key, part] = Row(Name(model, key, part), Address(key, parent, start, tokens), size, checksum)
+        for key, part, *more in self._of("key, part, parent, start, tokens, size, checksum", model, dict(parts)):
+            row = read.row(model, key, part, *more)
+            found[row.name.key, row.name.part] = row
         return [found.get(part) for part in parts]
 
     def oldest(self, count: int, before: int = LATEST) -> list[tuple[Name, int]]:
         """The parts that were not used for longest, and not since `before`, and their sizes."""
-        rows = self._db.execute(
-            "SELECT model, key, part, size FROM parts WHERE state = 1 AND used < ? ORDER BY used LIMIT ?",
-            (before, count),
-        ).fetchall()
-        return [(Name(*row[:3]), row[3]) for row in rows]
+        return self._names("state = 1 AND used < ? ORDER BY used LIMIT ?", (before, count))
 
     def unsettled(self) -> list[tuple[Name, int]]:
         """Parts that were being written or removed when the process was killed."""
-        rows = self._db.execute(
-            "SELECT model, key, part, size FROM parts INDEXED BY unsettled WHERE state <> 1"
-        ).fetchall()
-        return [(Name(*row[:3]), row[3]) for row in rows]
+        return self._names("state <> 1", index="unsettled")
 
     def of_model(self, model: int) -> list[tuple[Name, int]]:
-        rows = self._db.execute("SELECT model, key, part, size FROM parts WHERE model = ?", (model,)).fetchall()
-        return [(Name(*row[:3]), row[3]) for row in rows]
+        return self._names("model = ?", (model,))
+
+    def _names(self, which: str, values: Sequence[object] = (), index: str | None = None) -> list[tuple[Name, int]]:
+        """The names and sizes of some parts."""
+        table = f"parts INDEXED BY {index}" if index else "parts"
+        rows = self._ask(f"SELECT model, key, part, size FROM {table} WHERE {which}", values)
+        return [(read.name(*row[:3]), read.whole(row[3], 1)) for row in rows]
 
     def totals(self) -> Totals:
-        blocks, size = self._db.execute(
-            "SELECT sum(part >= 0), sum(size) FROM parts INDEXED BY by_use WHERE state = 1"
-        ).fetchone()
-        clock = self._db.execute("SELECT max(used) FROM parts").fetchone()[0]
-        return Totals(blocks or 0, size or 0, clock or 0)
+        blocks, size = self._first(
+            "SELECT ifnull(sum(part >= 0), 0), ifnull(sum(size), 0) FROM parts INDEXED BY by_use WHERE state = 1"
+        )
+        (clock,) = self._first("SELECT ifnull(max(used), 0) FROM parts")
+        return Totals(read.whole(blocks), read.whole(size), read.whole(clock))
 
     def written(self, day: str) -> int:
         """Bytes that were written on that day."""
-        row = self._db.execute("SELECT bytes FROM written WHERE day = ?", (day,)).fetchone()
-        return int(row[0]) if row is not None else 0
+        for row in self._ask("SELECT bytes FROM written WHERE day = ?", (day,)):
+            return read.whole(row[0])
+        return 0
 
     # Changes, by one thread alone
 
@@ -299,16 +314,19 @@ class DiskIndex:
             row, node, use = each.row, each.row.address, each.use
             about = (node.parent, node.start, node.tokens, each.partial, row.size, row.checksum)
             rows.append((*row.name, *about, State.WRITING, use.clock, use.at, use.at))
-        self._change("INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        for some in _batches(rows):
+            with self._transaction() as db:
+                self._delete(db, [(row[0], row[1], row[2]) for row in some])
+                db.executemany("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", some)
+                self._count(db, len(some), sum(row[7] for row in some))
 
     def finish(self, rows: Sequence[Row], day: str) -> None:
         """The files are there under their names."""
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(
+        with self._transaction() as db:
+            db.executemany(
                 "UPDATE parts SET state = 1 WHERE model = ? AND key = ? AND part = ?", [row.name for row in rows]
             )
-            self._db.execute(
+            db.execute(
                 "INSERT INTO written VALUES (?, ?) ON CONFLICT (day) DO UPDATE SET bytes = bytes + excluded.bytes",
                 (day, sum(row.size for row in rows)),
             )
@@ -323,7 +341,9 @@ class DiskIndex:
 
     def forget(self, names: Sequence[Name]) -> None:
         """Their files are removed."""
-        self._change("DELETE FROM parts WHERE model = ? AND key = ? AND part = ?", names)
+        for some in _batches(names):
+            with self._transaction() as db:
+                self._delete(db, some)
 
     def touch(self, model: int, uses: Sequence[tuple[bytes, Use]]) -> None:
         self._change(
@@ -332,7 +352,49 @@ class DiskIndex:
         )
 
     def _change(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
-        for start in range(0, len(rows), BATCH):
-            with self._db:
-                self._db.execute("BEGIN IMMEDIATE")
-                self._db.executemany(statement, rows[start : start + BATCH])
+        for some in _batches(rows):
+            with self._transaction() as db:
+                db.executemany(statement, some)
+
+    def _delete(self, db: sqlite3.Connection, names: Sequence[tuple[object, ...]]) -> None:
+        """Those of the rows that are there."""
+        parts = size = 0
+        for name in names:
+            for row in self._ask("SELECT size FROM parts WHERE model = ? AND key = ? AND part = ?", name):
+                parts, size = parts + 1, size + read.whole(row[0], 1)
+                db.execute("DELETE FROM parts WHERE model = ? AND key = ? AND part = ?", name)
+        if parts:
+            self._count(db, -parts, -size)
+
+    def _count(self, db: sqlite3.Connection, parts: int, size: int) -> None:
+        db.execute("UPDATE total SET parts = parts + ?, bytes = bytes + ?", (parts, size))
+
+
+def _batches(rows: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(rows), BATCH):
+        yield rows[start : start + BATCH]
+
+
+@contextmanager
+def _understood() -> Iterator[None]:
+    """Errors of a damaged database that come as other types: a message that is no text, a length beyond all memory."""
+    try:
+        yield
+    except (UnicodeDecodeError, MemoryError) as error:
+        raise sqlite3.OperationalError(f"{type(error).__name__}: {error}") from error
+
+
+@cache
+def _schema() -> set[tuple[object, ...]]:
+    """What a new index has in its table of tables."""
+    db = sqlite3.connect(":memory:")
+    _make_tables(db)
+    try:
+        return set(db.execute("SELECT type, name, sql FROM sqlite_master").fetchall())
+    finally:
+        db.close()
+
+
+def _make_tables(db: sqlite3.Connection) -> None:
+    for statement in filter(str.strip, _TABLES.split(";")):
+        db.execute(statement)

@@ -3,6 +3,7 @@
 Looking works while a server uses the folder. Checking and emptying take the folder for themselves.
 """
 
+import errno
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +13,17 @@ from pathlib import Path
 import xxhash
 
 from ..errors import OneKVError, SettingError
-from .files import FILES, READ, Files, file_size
-from .folder import INDEX, Folder, Found, is_ours
-from .index import DiskIndex, ModelUse, Name
+from .files import FILES, READ, Files
+from .folder import INDEX, Folder, is_ours
+from .index import DiskIndex
+from .rows import ModelUse, Name
 from .store import Store, open_index
 
 __all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "models", "verify"]
 
 _CHUNK = 4 * 1024 * 1024
+# A folder or a link in place of a file.
+_NO_FILE = (errno.EISDIR, errno.ELOOP)
 
 
 class IndexUnreadable(OneKVError):
@@ -59,6 +63,7 @@ def models(folder: Path) -> list[ModelUse]:
     try:
         index = DiskIndex(folder / INDEX, read_only=True)
         try:
+            index.check()
             return index.uses()
         finally:
             index.close()
@@ -88,7 +93,9 @@ def verify(folder: Path, progress: Callable[[int, int], None] | None = None, fil
             if progress is not None:
                 progress(done, len(parts))
         store.remove(bad)
-        _remove_orphans(store, hashes, report)
+        report.orphans, removed, report.stray = store.remove_orphans()
+        report.removed_bytes += removed
+        store.folder.remove_empty()
     return report
 
 
@@ -149,6 +156,12 @@ def _check(store: Store, hash: str, name: Name, size: int, report: Report, bad: 
         report.missing += 1
         bad.append(name)
         return
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+        report.corrupt += 1
+        bad.append(name)
+        return
     report.bytes += actual
     if row is None or (actual, checksum) != (size, row.checksum):
         report.corrupt += 1
@@ -168,19 +181,3 @@ def _checksum(files: Files, path: str) -> tuple[int, bytes]:
     finally:
         files.close(handle)
     return size, digest.digest()
-
-
-def _remove_orphans(store: Store, hashes: dict[int, str], report: Report) -> None:
-    numbers = {hash: number for number, hash in hashes.items()}
-    for found in list(store.folder.scan()):
-        if not isinstance(found, Found):
-            report.stray.append(found)
-        elif found.temporary or not _known(store, numbers.get(found.model), found):
-            report.orphans += 1
-            report.removed_bytes += file_size(found.path, store.folder.files)
-            store.folder.files.unlink(found.path)
-    store.folder.remove_empty()
-
-
-def _known(store: Store, model: int | None, found: Found) -> bool:
-    return model is not None and store.index.ready(Name(model, found.key, found.part))

@@ -2,7 +2,8 @@
 
 The caller's thread reads, and one of this module's beside it. Each has a buffer of one part, which all that it reads
 goes through: the system copies into it, the checksum is taken of it, and what it holds is copied into the pool, all
-without the interpreter's lock. Parts that the caller gives memory for are read into that.
+without the interpreter's lock. Parts that the caller gives memory for are read into that. A third thread asks the
+system to read ahead, which may take long: reading never waits for it.
 The caller waits: whatever happens, no thread writes to its memory or calls its functions after `read` has returned. A
 part that cannot be used is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
 """
@@ -19,8 +20,8 @@ import xxhash
 from .base import Target
 from .files import READ, read_file
 from .folder import Folder
-from .image import Image
-from .index import Row
+from .image import TOKEN_BYTES, Image
+from .rows import Row
 from .shared import Shared
 from .writer import Writer
 
@@ -38,7 +39,10 @@ class Readers:
     def __init__(self, folder: Folder, hash: str, images: Mapping[int, Image], writer: Writer) -> None:
         self._folder, self._hash, self._images, self._writer = folder, hash, images, writer
         self._shared: Shared = writer.shared
-        self._threads: ThreadPoolExecutor | None = None
+        # Beside the caller: for reading, and for reading ahead, which must never be in its way.
+        self._reading: ThreadPoolExecutor | None = None
+        self._ahead: ThreadPoolExecutor | None = None
+        self._stopped = False
         self._own = threading.local()
 
     def read(self, rows: Sequence[Row], targets: Sequence[Target], deadline: float) -> list[Problem | bool]:
@@ -46,8 +50,14 @@ class Readers:
         answers: list[Problem | bool] = [False] * len(rows)
         left = deque(zip(range(len(rows)), rows, targets, strict=True))
         others = min(READERS, len(rows) - 1) if self._writer.place.threads else 0
-        futures = [self._pool.submit(self._load_some, left, answers, deadline) for _ in range(others)]
+        if others and self._reading is None:
+            self._reading = ThreadPoolExecutor(READERS, "onekv-disk-reader")
+        futures = [
+            self._reading.submit(self._load_some, left, answers, deadline) for _ in range(others) if self._reading
+        ]
         try:
+            # At least one: that is how a slow disk gets anywhere.
+            self._load_one(left, answers)
             self._load_some(left, answers, deadline)
         finally:
             # If this is interrupted, nothing more is begun.
@@ -73,27 +83,35 @@ class Readers:
 
     def read_ahead(self, names: Sequence[tuple[bytes, int]]) -> None:
         """Ask the system to have these files in its memory soon."""
-        if self._writer.place.threads:
-            self._pool.submit(self._advise, list(names))
+        if not self._writer.place.threads:
+            return
+        if self._ahead is None:
+            self._ahead = ThreadPoolExecutor(1, "onekv-disk-ahead")
+        self._ahead.submit(self._advise, list(names))
 
     def stop(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
-
-    @property
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(READERS, "onekv-disk-reader")
-        return self._threads
+        self._stopped = True
+        for threads in (self._reading, self._ahead):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
 
     # The threads.
 
     def _advise(self, names: list[tuple[bytes, int]]) -> None:
-        # If some here and there are in the system's memory, so are the others: asking for them would take time only.
-        if all(self._ask_for(*name, only_if_absent=True) for name in names[:: len(names) // _SAMPLE + 1]):
-            return
-        for name in names:
-            self._ask_for(*name)
+        try:
+            # If some here and there are in the system's memory, so are the others: asking would take time only.
+            if all(self._ask_for(*name, only_if_absent=True) for name in names[:: len(names) // _SAMPLE + 1]):
+                return
+            for name in names:
+                with self._shared.lock:
+                    wanted = name in self._shared.expected
+                if self._stopped:
+                    return
+                if wanted:
+                    self._ask_for(*name)
+        except Exception as error:  # noqa: BLE001
+            # Nobody asks for the result: an error would be lost.
+            self._shared.fail(error)
 
     def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
         """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
@@ -107,26 +125,30 @@ class Readers:
             if only_if_absent and files.in_memory(handle, self._images[part].size - 1):
                 return True
             files.read_ahead(handle)
-            return False
+        except OSError:
+            # A file system that cannot; reading it will tell.
+            pass
         finally:
             files.close(handle)
+        return False
 
     def _load_some(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool], deadline: float) -> None:
-        """Read what is left, at least one, until the deadline."""
-        while left:
-            try:
-                number, row, target = left.popleft()
-            except IndexError:
-                # Another thread was faster.
-                return
-            answers[number] = self._load(row, target) or True
-            if self._shared.clock.monotonic() > deadline:
-                return
+        """Read what is left, and begin none after the deadline."""
+        while left and self._shared.clock.monotonic() <= deadline:
+            self._load_one(left, answers)
+
+    def _load_one(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool]) -> None:
+        try:
+            number, row, target = left.popleft()
+        except IndexError:
+            # Another thread was faster.
+            return
+        answers[number] = self._load(row, target) or True
 
     def _load(self, row: Row, target: Target) -> Problem | None:
         """Read and check a file, and put it where it belongs; what is wrong with it, if something is."""
         image = self._images[row.name.part]
-        if row.size != image.size:
+        if row.size != image.size or len(row.address.tokens) > self._writer.place.block_tokens * TOKEN_BYTES:
             return "a row of the index has another size than the model's blocks"
         if isinstance(target.into, bytearray):
             views = [memoryview(bytearray(image.header_size)), memoryview(target.into)]

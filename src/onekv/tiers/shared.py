@@ -87,15 +87,27 @@ class Shared:
         with self.lock:
             self.counts.discarded += 1
 
-    def fail(self, reason: OSError | sqlite3.Error) -> None:
+    def fail(self, reason: Exception) -> None:
         """The tier is of no use from here on: it has nothing and takes nothing."""
         there = self._folder.there()
         with self.lock:
             if self.failed is not None:
                 return
-            self.failed = f"its index failed ({reason})" if there else "the folder is gone"
-            # Errors of the operating system come as OperationalError; others say that the content is wrong.
-            self.index_damaged = isinstance(reason, sqlite3.Error) and not isinstance(reason, sqlite3.OperationalError)
+            if not there:
+                self.failed = "the folder is gone"
+            elif isinstance(reason, sqlite3.Error):
+                self.failed = f"its index failed ({reason})"
+            else:
+                self.failed = f"an error that should not happen ({type(reason).__name__}: {reason})"
+            # Errors of the operating system come as OperationalError: the next start looks at the index. Others say
+            # that the content is wrong, or led to what nobody thought of: the next start does without it.
+            self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
             self.work.notify_all()
             self.room.notify_all()
-        log.error("The disk cache %s is out of use until the next start: %s.", self._folder.root, self.failed)
+        expected = isinstance(reason, (OSError, sqlite3.Error))
+        log.error(
+            "The disk cache %s is out of use until the next start: %s.",
+            self._folder.root,
+            self.failed,
+            exc_info=None if expected else reason,
+        )

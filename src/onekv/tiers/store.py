@@ -8,9 +8,10 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from .files import NEW, Files, write_file
-from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder
-from .index import BATCH, CHECKPOINT_PAGES, PAGE, WRITES, DiskIndex, Name, NewRow
+from .files import NEW, Files, file_size, write_file
+from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder, Found
+from .index import BATCH, CHECKPOINT_PAGES, PAGE, WRITES, DiskIndex
+from .rows import IndexDamaged, Name, NewRow, State
 
 # What one transaction adds to the log at most, and what the log takes: it is written back after CHECKPOINT_PAGES.
 TRANSACTION = 4 * BATCH * PAGE
@@ -21,26 +22,44 @@ SMALL = 64 * 1024 + 4 * WRITES * PAGE
 LEAST_LIMIT = 2 * 1024 * 1024
 
 
-def open_index(folder: Folder, any_thread: bool = False) -> tuple[DiskIndex, str | None]:
+# What SQLite says when the index is fine, but not to be had now.
+_PASSING = ("locked", "disk is full")
+
+
+def open_index(folder: Folder, any_thread: bool = False, damage: str | None = None) -> tuple[DiskIndex, str | None]:
     """The index of a folder, and why it was made anew, if it was: then all parts are gone.
 
-    Raises sqlite3.OperationalError or OSError if the disk does not allow it.
+    `damage`: what is known to be wrong with it. Raises sqlite3.Error or OSError if the disk does not allow it.
     """
-    problem = None
-    if folder.has_index():
+    problem = f"its index cannot be used ({damage})" if damage is not None else None
+    if problem is None and folder.has_index():
         try:
-            return DiskIndex(folder.index, any_thread), None
-        except sqlite3.OperationalError:
-            raise
-        except sqlite3.DatabaseError as error:
+            return _checked(folder, any_thread), None
+        except sqlite3.Error as error:
+            if str(error).endswith(_PASSING):
+                raise
             problem = f"its index cannot be used ({error})"
-    elif folder.has_models():
+    elif problem is None and folder.has_models():
         problem = "its index is missing"
-    if problem is not None:
-        folder.remove_files()
-    folder.remove_index()
-    DiskIndex.create(folder.index, folder.files)
+
+    def empty() -> None:
+        # Now that there can be another.
+        if problem is not None:
+            folder.remove_files()
+        folder.remove_index()
+
+    DiskIndex.create(folder.index, folder.files, empty)
     return DiskIndex(folder.index, any_thread), problem
+
+
+def _checked(folder: Folder, any_thread: bool) -> DiskIndex:
+    index = DiskIndex(folder.index, any_thread)
+    try:
+        index.check()
+    except BaseException:
+        index.close()
+        raise
+    return index
 
 
 class Store:
@@ -50,18 +69,18 @@ class Store:
 
     def put(
         self, new: Sequence[NewRow], data: Sequence[memoryview], day: str, made: Callable[[int], None]
-    ) -> list[OSError | None]:
+    ) -> tuple[list[OSError | None], bool]:
         """Write the files of at most `WRITES` parts; what went wrong with each: then there is no such part, as before.
 
-        `made` is told which of them will not be looked at any more, as soon as that is so.
+        And whether something of those is left in the folder, because it could not be removed. `made` is told which of
+        them will not be looked at any more, as soon as that is so.
         """
         self.index.begin(new)
         errors: list[OSError | None] = []
         gone: list[Name] = []
         for number, name in enumerate(each.row.name for each in new):
             try:
-                path = self.folder.path(self._hashes[name.model], name.key, name.part)
-                _write(self.folder.files, path, data[number])
+                _write(self.folder.files, self.folder.path(self._hash(name), name.key, name.part), data[number])
                 errors.append(None)
             except OSError as error:
                 errors.append(error)
@@ -72,17 +91,18 @@ class Store:
             made(number)
         self.index.finish([each.row for each, error in zip(new, errors, strict=True) if error is None], day)
         self.index.forget(gone)
-        return errors
+        return errors, len(gone) < sum(error is not None for error in errors)
 
-    def remove(self, names: Sequence[Name]) -> None:
-        """Remove files, then their rows. OSError: those that are left are as they were."""
+    def remove(self, names: Sequence[Name]) -> int:
+        """Remove files, then their rows; how many bytes that were. OSError: those that are left are as they were."""
+        removed = 0
         for start in range(0, len(names), BATCH):
             some = names[start : start + BATCH]
             self.index.leave(some)
             gone: list[Name] = []
             try:
                 for name in some:
-                    self._unlink(name)
+                    removed += self._unlink(name)
                     gone.append(name)
             except OSError:
                 self.index.stay([name for name in some if name not in gone])
@@ -90,6 +110,25 @@ class Store:
                 raise
             # If this was interrupted, all are LEAVING: the next open removes them.
             self.index.forget(gone)
+        return removed
+
+    def remove_orphans(self) -> tuple[int, int, list[str]]:
+        """Remove the files that no row knows; how many files and bytes that were, and the paths that are not ours."""
+        numbers = {hash: number for number, hash in self._hashes.items()}
+        files = size = 0
+        stray: list[str] = []
+        for found in list(self.folder.scan()):
+            if not isinstance(found, Found):
+                stray.append(found)
+            elif self._unknown(numbers.get(found.model), found):
+                length = file_size(found.path, self.folder.files)
+                self.folder.files.unlink(found.path)
+                files, size = files + 1, size + length
+        return files, size, stray
+
+    def _unknown(self, model: int | None, found: Found) -> bool:
+        state = self.index.state(Name(model, found.key, found.part)) if model is not None else None
+        return state is None or (found.temporary and state == State.READY)
 
     def settle(self) -> int:
         """Finish what a kill interrupted; how many parts that were."""
@@ -106,8 +145,14 @@ class Store:
         database = max(self.index.nbytes(), sizes[INDEX])
         return database + max(log + TRANSACTION, LOG) + SMALL
 
-    def _unlink(self, name: Name) -> None:
-        self.folder.unlink(self._hashes[name.model], name.key, name.part)
+    def _unlink(self, name: Name) -> int:
+        return self.folder.unlink(self._hash(name), name.key, name.part)
+
+    def _hash(self, name: Name) -> str:
+        try:
+            return self._hashes[name.model]
+        except KeyError:
+            raise IndexDamaged(f"a row is of model {name.model}, which is not there") from None
 
 
 def _write(files: Files, path: str, data: memoryview) -> None:

@@ -1,9 +1,25 @@
-"""What the writer of a disk tier is asked to do."""
+"""What the writer of a disk tier is asked to do, and where."""
 
 from dataclasses import dataclass
 from threading import Event
 
-from .index import Row, Use
+from .folder import Folder
+from .rows import Row, Use
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the writer writes, and how much it may."""
+
+    folder: Folder
+    model: int
+    hash: str
+    block_tokens: int
+    limit: int
+    # Bytes per day (UTC), if there is a bound.
+    budget: int | None
+    # Whether there is a thread; else the caller's does a job when it is told to (`step`).
+    threads: bool = True
 
 
 @dataclass
@@ -13,6 +29,8 @@ class Write:
     row: Row
     buffer: memoryview | None
     use: Use
+    # Whether the folder has it.
+    stored: bool = False
 
     @property
     def part(self) -> tuple[bytes, int]:

@@ -10,37 +10,20 @@ Without threads (`Place.threads`) the same is done by `step`, on the thread that
 
 import errno
 import os
-import sqlite3
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Event, Thread
 
-from .folder import Folder
-from .index import BATCH, LATEST, WRITES, DiskIndex, Name, NewRow, Row, Use
+from .index import BATCH, LATEST, WRITES, DiskIndex
+from .rows import Name, NewRow, Row, Use
 from .shared import Shared
 from .store import Store
-from .tasks import Barrier, Clear, Drop, Job, Remove, Task, Write
+from .tasks import Barrier, Clear, Drop, Job, Place, Remove, Task, Write
 
 # Seconds that uses may wait to be written: a kill loses them.
 TOUCH_DELAY = 1.0
 # Free bytes that are left to the disk, so that the index can always be written.
 SPARE = 4 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the writer writes, and how much it may."""
-
-    folder: Folder
-    model: int
-    hash: str
-    block_tokens: int
-    limit: int
-    # Bytes per day (UTC), if there is a bound.
-    budget: int | None
-    # Whether there is a thread; else the caller's does a job when it is told to (`step`).
-    threads: bool = True
 
 
 class Writer:
@@ -201,11 +184,13 @@ class Writer:
                     self._store = Store(self.place.folder, DiskIndex(self.place.folder.index))
                 self._perform(self._store, job)
                 return
-        except sqlite3.Error as error:
+        except OSError as error:
+            self._refused(error)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the tier is out of use and says so; nobody may wait for ever for a thread that is gone.
             self.shared.fail(error)
         with self.shared.lock:
             self._touched.clear()
-            self.shared.counts.discarded += len(job) if isinstance(job, list) else 0
 
     def _perform(self, store: Store, job: Job) -> None:
         if isinstance(job, list):
@@ -222,6 +207,7 @@ class Writer:
     def _end(self, job: Job) -> None:
         with self.shared.lock:
             if isinstance(job, list):
+                self.shared.counts.discarded += sum(not task.stored for task in job)
                 for task in job:
                     if self.pending.get(task.part) is task:
                         del self.pending[task.part]
@@ -237,16 +223,20 @@ class Writer:
 
     def _write(self, store: Store, tasks: list[Write]) -> None:
         there = store.index.rows(self.place.model, [task.part for task in tasks])
-        tasks = [task for task, row in zip(tasks, there, strict=True) if row is None]
+        for task, row in zip(tasks, there, strict=True):
+            task.stored = row is not None
+        tasks = [task for task in tasks if not task.stored]
         if not tasks:
             return
         problem: OSError | None = None
+        may = False
         try:
-            if self._may_write(store, tasks):
-                self._put(store, tasks)
-                return
+            may = self._may_write(store, tasks)
         except OSError as error:
             problem = error
+        if may:
+            self._put(store, tasks)
+            return
         if len(tasks) > 1:
             # There is no room for all of them, but perhaps for some.
             for task in tasks:
@@ -256,7 +246,6 @@ class Writer:
             self._refused(problem)
         elif store.overhead() + (size := tasks[0].row.size) > self.place.limit:
             self.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {self.place.limit}.")
-        self.shared.discard()
 
     def _put(self, store: Store, tasks: list[Write]) -> None:
         full = 4 * self.place.block_tokens
@@ -268,18 +257,27 @@ class Writer:
                 self._give_back(tasks[number])
 
         data = [task.buffer for task in tasks if task.buffer is not None]
-        errors = store.put(new, data, self.shared.clock.today(), made)
+        errors, left = store.put(new, data, self.shared.clock.today(), made)
         stored = [each.row for each, error in zip(new, errors, strict=True) if error is None]
+        for task, error in zip(tasks, errors, strict=True):
+            task.stored = error is None
         with self.shared.lock:
             counts = self.shared.counts
             counts.files += sum(row.size for row in stored)
             counts.blocks += sum(row.name.part >= 0 for row in stored)
             counts.writes += len(stored)
             counts.written_bytes += sum(row.size for row in stored)
-            counts.discarded += len(new) - len(stored)
-        for error in errors:
-            if error is not None:
-                self._refused(error)
+        if left:
+            with self.shared.lock:
+                # At most that, should even looking be refused.
+                counts.files += sum(each.row.size for each in new) - sum(row.size for row in stored)
+            try:
+                self._recount()
+            except OSError as error:
+                errors.append(error)
+        for problem in errors:
+            if problem is not None:
+                self._refused(problem)
 
     def _may_write(self, store: Store, tasks: list[Write]) -> bool:
         """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
@@ -311,6 +309,8 @@ class Writer:
                 return False
             victims = self._victims(store, excess, before)
             if not victims:
+                if self._remove_orphans(store):
+                    continue
                 return False
             self._remove_parts(store, victims)
             with self.shared.lock:
@@ -331,19 +331,34 @@ class Writer:
 
     def _remove_parts(self, store: Store, parts: Sequence[tuple[Name, int]]) -> None:
         try:
-            store.remove([name for name, _ in parts])
+            removed = store.remove([name for name, _ in parts])
         except OSError:
             # Some are gone and some are not.
-            self._recount(store)
+            self._recount()
             raise
+        if removed != sum(size for _, size in parts):
+            # Files or rows were changed by somebody else: what was counted for them is not known.
+            self._recount()
+            return
         with self.shared.lock:
-            self.shared.counts.files -= sum(size for _, size in parts)
+            self.shared.counts.files -= removed
             self.shared.counts.blocks -= sum(name.part >= 0 for name, _ in parts)
 
-    def _recount(self, store: Store) -> None:
-        totals = store.index.totals()
+    def _remove_orphans(self, store: Store) -> bool:
+        """Whether something was found that takes room and that no row knows, so that it would never be evicted."""
         with self.shared.lock:
-            self.shared.counts.files, self.shared.counts.blocks = totals.bytes, totals.blocks
+            # Rather a block less than all files looked at again and again, while parts are only waiting to be read.
+            if self.shared.expected:
+                return False
+        files, _, _ = store.remove_orphans()
+        self._recount()
+        return files > 0
+
+    def _recount(self) -> None:
+        """Believe the folder, not the index."""
+        blocks, size = self.place.folder.used()
+        with self.shared.lock:
+            self.shared.counts.files, self.shared.counts.blocks = size, blocks
 
     def _remove(self, store: Store, row: Row) -> None:
         if store.index.row(row.name) != row:
@@ -362,10 +377,9 @@ class Writer:
 
     def _clear(self, store: Store) -> None:
         try:
-            store.remove([name for name, _ in store.index.of_model(self.place.model)])
+            self._remove_parts(store, store.index.of_model(self.place.model))
         except OSError as error:
             self._refused(error)
-        self._recount(store)
 
     def _write_touches(self, store: Store) -> None:
         with self.shared.lock:
