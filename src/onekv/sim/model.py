@@ -50,7 +50,11 @@ class HashModel(Module):
         sequences = memory.current
         spoilt = self.before(sequences)
         views = [pool_views(pool) for pool in memory.pools]
-        rows = [self._row(memory, views, row, sequence, tokens[row]) for row, sequence in enumerate(sequences)]
+        parts = [None if part is None else np.array(part) for layer in memory.state_layers for part in layer.cache]
+        rows = []
+        for row, sequence in enumerate(sequences):
+            states = [b"" if part is None else part[row].tobytes() for part in parts] if sequence.length else []
+            rows.append(self._row(views, states, sequence, tokens[row]))
         if self.truth.states:
             self._write_states(memory, [prefix for _, prefix in rows])
         scores = np.stack([logits(digest) for digest, _ in rows])
@@ -58,11 +62,10 @@ class HashModel(Module):
         return scores
 
     def _row(
-        self, memory: KVMemory, views: list[list[View]], row: int, sequence: Sequence, tokens: list[int]
+        self, views: list[list[View]], states: list[bytes], sequence: Sequence, tokens: list[int]
     ) -> tuple[int, int]:
         """Store `tokens` after those of `sequence`; a digest of what the last one reads, and its prefix hash."""
         length = sequence.length
-        states = self._states(memory, row) if self.truth.states and length else []
         before = self._check(views, sequence, states)
         hashes = np.array(chain(before, tokens), np.uint64)
         last = length + len(tokens) - 1
@@ -79,10 +82,6 @@ class HashModel(Module):
             passed_on = states[number] if states and len(tokens) == 1 else self.truth.state(prefix, number)
             digest.update(passed_on)
         return digest.intdigest(), int(hashes[-1])
-
-    def _states(self, memory: KVMemory, row: int) -> list[bytes]:
-        parts = [part for layer in memory.state_layers for part in layer.cache]
-        return [b"" if part is None else np.array(part[row]).tobytes() for part in parts]
 
     def _check(self, views: list[list[View]], sequence: Sequence, states: list[bytes]) -> int:
         """The prefix hash of what `sequence` has stored, by its rows and states; all that is read is compared."""
@@ -119,7 +118,7 @@ class HashModel(Module):
 
 
 class HostEngine(Engine):
-    """The engine without a device: tokens are chosen where the model computes, which is much faster for one so small."""
+    """The engine without a device: tokens are chosen where the model computes, which is faster for one so small."""
 
     model: HashModel
 

@@ -6,6 +6,7 @@ is chosen by a hash over all rows that the last token may read, in every array, 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ STOP = 0
 # Odd numbers, one per token: a hash times these gives the logits.
 _FACTORS = np.random.default_rng(24).integers(0, 2**63, VOCABULARY, np.uint64) * np.uint64(2) + np.uint64(1)
 
-Rows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+Rows = np.ndarray[Any, np.dtype[np.uint8]]
 Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
 Scores = np.ndarray[Any, np.dtype[np.float32]]
 Allowed = Callable[[Sequence[int]], np.ndarray[tuple[int], np.dtype[np.bool_]]]
@@ -54,9 +55,17 @@ def tag(group: int, array: int) -> int:
 def as_rows(hashes: Hashes, mark: int, width: int) -> Rows:
     """What an array with rows of `width` bytes stores for tokens with these prefix hashes."""
     marked = (hashes ^ np.uint64(mark)).view(np.uint8).reshape(-1, 8)
-    return marked[:, :width] if width <= 8 else np.tile(marked, (1, -(-width // 8)))[:, :width]
+    rows: Rows = marked[:, :width] if width <= 8 else marked[:, _places(width)]
+    return rows
 
 
+@cache
+def _places(width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Which byte of a hash each byte of a row repeats."""
+    return np.arange(width) % 8
+
+
+@lru_cache(4096)
 def readable(rule: Rule, position: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """The positions before `position` that a query there reads, in order."""
     oldest = rule.first(position)

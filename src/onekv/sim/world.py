@@ -50,7 +50,8 @@ class World:
         self.turns = 0
         self._check_every = check_every
         self.clients: list[Client] = []
-        self._hashes: dict[Sequence, tuple[Request, list[int]]] = {}
+        # Per open sequence: its request, the prefix hashes of its tokens, and how many of them are known.
+        self._hashes: dict[Sequence, _Known] = {}
         # Prefix hashes of all that was ever computed, by salt, and conversations that can go on.
         self.seen: dict[str, set[int]] = {}
         self.talks: list[tuple[str, list[int]]] = []
@@ -319,14 +320,12 @@ class World:
             owner = next((r for r in (*self.engine.prefilling, *self.engine.running) if r.sequence is sequence), None)
             if owner is None:
                 return None
-            self._hashes[sequence] = (owner, chain(self.truth.start, owner.prompt))
-        request, hashes = self._hashes[sequence]
-        known = len(request.prompt) + len(request.tokens)
-        if len(hashes) < known:
-            hashes += chain(hashes[-1], request.tokens[len(hashes) - len(request.prompt) :])
+            self._hashes = {each: known for each, known in self._hashes.items() if not known.request.finished}
+            self._hashes[sequence] = _Known(owner, self.truth.start)
+        hashes = self._hashes[sequence].hashes()
         if len(hashes) < sequence.length:
             raise Violation(f"a sequence has {sequence.length} tokens stored, its request {len(hashes)}")
-        return np.array(hashes, np.uint64)
+        return hashes
 
     def _before(self, sequences: list[Sequence]) -> list[int]:
         """Faults of the model."""
@@ -376,6 +375,21 @@ class World:
                 self.counts[f"disk: {name}"] += getattr(tier, name)
             self.counts["disk: set aside"] += tier.failed is not None
         self.faults.paused = False
+
+
+class _Known:
+    """The prefix hashes of a request's tokens, as far as there are tokens."""
+
+    def __init__(self, request: Request, start: int) -> None:
+        self.request, self._last, self._count = request, start, 0
+        self._hashes = np.empty(len(request.prompt) + request.max_tokens, np.uint64)
+
+    def hashes(self) -> Hashes:
+        if self._count < len(self.request.prompt) + len(self.request.tokens):
+            new = chain(self._last, self.request.all_tokens[self._count :])
+            self._hashes[self._count : self._count + len(new)] = new
+            self._count, self._last = self._count + len(new), new[-1]
+        return self._hashes[: self._count]
 
 
 class _Limited(SimFiles):
