@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "onekv mlx-server --model mlx-community/Qwen3-8B-4bit --prompt-cache-bytes 2000000000",
     )
     _add_cache(commands)
+    _add_sim(commands)
     _add_bench(commands)
     return parser
 
@@ -301,6 +302,25 @@ def _add_bench_index(benches: Any) -> None:
     command.add_argument("--rounds", type=_count, default=20, metavar="N", help="matches timed; default 20")
 
 
+SIM_EXAMPLES = """onekv sim --seeds 100 --steps 5000
+  onekv sim --seed 7 --steps 20000
+  onekv sim --replay onekv-sim-7.json"""
+
+
+def _add_sim(commands: Any) -> None:
+    text = "simulate the engine with faults, from a seed, and check that every answer is right"
+    command = _add_command(commands, "sim", _sim, text, SIM_EXAMPLES)
+    command.add_argument("--seed", type=_count, metavar="N", help="the first seed; default: any, and it is shown")
+    command.add_argument(
+        "--seeds", type=_count, default=1, metavar="N", help="how many, one after the other; default 1"
+    )
+    steps = "of the engine, for each seed; default 5000"
+    command.add_argument("--steps", type=_count, default=5000, metavar="N", help=steps)
+    command.add_argument("--seconds", type=_count, metavar="S", help="begin no seed after that time; default: no limit")
+    command.add_argument("--processes", type=_count, default=1, metavar="N", help="at the same time; default 1")
+    command.add_argument("--replay", metavar="FILE", help="run the script of a seed that failed")
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
 
@@ -396,6 +416,12 @@ def _demo(arguments: argparse.Namespace) -> None:
     from .report import demo
 
     demo()
+
+
+def _sim(arguments: argparse.Namespace) -> int:
+    from .sim.command import run
+
+    return run(arguments)
 
 
 def _bench(name: str) -> Callable[[argparse.Namespace], int | None]:

@@ -133,8 +133,7 @@ class Client:
         if isinstance(end, End) and end.finish_reason == "cancelled":
             assert self.cancelled, "a client was cancelled that did not ask for it"
         elif self._stop is not None and self._stop in "".join(map(letter, got)):
-            assert isinstance(end, End)
-            assert end.finish_reason == "stop"
+            assert request.finish_reason == "stop", f"a stop string ended it as {request.finish_reason}"
         else:
             assert got == answer, f"{got} was generated, {answer} is right; {end!r}"
             assert self.deaf or self.tokens == answer, f"{self.tokens} reached the client, {answer} was generated"

@@ -164,6 +164,8 @@ class World:
             self.counts["refused: too many"] += 1
             return
         self.clients.append(client)
+        if client.request.pin:
+            self.pins.append((client.request.prompt, client.request.salt))
 
     def call(self, function: Callable[[Engine], Any]) -> None:
         """Have something done between two steps; only what a user can cause may be raised."""
@@ -222,8 +224,6 @@ class World:
             raise Violation(str(error)) from error
         self._note_tokens(client)
         self.talks = [*self.talks[-30:], (request.salt, request.all_tokens)]
-        if request.pin and request.finish_reason in ("stop", "length"):
-            self.pins.append((request.prompt, request.salt))
         return True
 
     def _note_tokens(self, *clients: Client) -> None:
@@ -293,9 +293,11 @@ class World:
     def close(self) -> None:
         try:
             self.drain()
+            for tokens, salt in self.pins if self.engine.prefix is not None else ():
+                self.engine.prefix.unpin(tokens, salt)
             self.thread.close(self.engine)
             for pool in self.engine.memory.pools:
-                if not self.pins and pool.free != pool.blocks:
+                if pool.free != pool.blocks:
                     raise Violation(f"{pool.group.rule}: {pool.blocks - pool.free} blocks are left when all is closed")
             self._count_figures()
         finally:

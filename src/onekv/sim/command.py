@@ -1,0 +1,107 @@
+"""`onekv sim`: seeds in, a verdict out; a seed that fails is made shorter and kept in a file that replays it."""
+
+import argparse
+import json
+import multiprocessing
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+from tqdm import tqdm
+
+from ..errors import SettingError
+from .config import make_config
+from .coverage import table
+from .script import Operation, Outcome, run_script, run_seed, shrink
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.replay is not None:
+        return _show(replay(Path(arguments.replay)))
+    seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
+    last = f" to {seed + arguments.seeds - 1}" if arguments.seeds > 1 else ""
+    print(f"seed {seed}{last}, {arguments.steps:,} steps each")
+    failed = simulate(seed, arguments.seeds, arguments.steps, arguments.seconds, arguments.processes)
+    if failed is None:
+        return 0
+    return _report(failed)
+
+
+def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes: int) -> Outcome | None:
+    """Run seeds one after the other, show how far it is and what was reached; the first that fails, if one does."""
+    counts: Counter[str] = Counter()
+    turns = done = 0
+    begun = time.monotonic()
+    with tqdm(total=seeds * steps, unit="step", unit_scale=True, disable=None) as bar:
+        for outcome in _outcomes(range(seed, seed + seeds), steps, processes):
+            counts += outcome.counts + outcome.struck
+            turns, done = turns + outcome.turns, done + 1
+            bar.update(outcome.turns)
+            if outcome.problem is not None:
+                return outcome
+            if seconds is not None and time.monotonic() - begun > seconds:
+                break
+    took = time.monotonic() - begun
+    print(table(counts))
+    rate = turns / max(took, 1e-9)
+    print(f"\n{turns:,} steps over {done:,} seeds in {took:.0f} s ({rate:,.0f} per second): no violation")
+    return None
+
+
+def _outcomes(seeds: range, steps: int, processes: int) -> Iterator[Outcome]:
+    if processes == 1:
+        yield from (run_seed(seed, steps) for seed in seeds)
+        return
+    # Not forked: MLX has threads.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap_unordered(_work, [(seed, steps) for seed in seeds], chunksize=1)
+
+
+def _work(task: tuple[int, int]) -> Outcome:
+    outcome = run_seed(*task)
+    if outcome.problem is None:
+        outcome.script = []
+    return outcome
+
+
+def _report(outcome: Outcome) -> int:
+    """Say what went wrong, and leave a short script of it."""
+    assert outcome.problem is not None
+    print(f"\nseed {outcome.seed} failed after {outcome.turns:,} steps: {outcome.problem}\n  {outcome.config}")
+    print(f"making its {len(outcome.script):,} operations fewer ...", flush=True)
+    script = shrink(outcome.seed, outcome.script, outcome.problem)
+    file = Path(f"onekv-sim-{outcome.seed}.json")
+    save(file, outcome.seed, script)
+    _show(replay(file))
+    print(f"{len(script)} operations are left, in {file}; `onekv sim --replay {file}` runs them", file=sys.stderr)
+    return 1
+
+
+def _show(outcome: Outcome) -> int:
+    print(outcome.config)
+    for name, a, b in outcome.script:
+        print(f"  {name:<20} {a:>11} {b:>11}")
+    if outcome.problem is None:
+        print("no violation")
+        return 0
+    print(outcome.trace)
+    print(outcome.problem)
+    return 1
+
+
+def save(file: Path, seed: int, script: list[Operation]) -> None:
+    file.write_text(json.dumps({"seed": seed, "operations": script}, separators=(",", ":")) + "\n")
+
+
+def replay(file: Path) -> Outcome:
+    """Run a script that was saved. Raises SettingError if the file is not one."""
+    try:
+        kept = json.loads(file.read_text())
+        seed, script = int(kept["seed"]), [(str(name), int(a), int(b)) for name, a, b in kept["operations"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingError(f"--replay is {str(file)!r}, which cannot be read as a script ({error})") from error
+    return run_script(make_config(Random(seed)), seed, script)
