@@ -23,13 +23,10 @@ from onekv.memory.sequence import Sequence
 from onekv.memory.table import Table
 from onekv.prefix import restore
 from onekv.prefix.cache import PrefixCache
-from onekv.prefix.cold import Cold
 from onekv.prefix.eviction import Eviction
 from onekv.prefix.index import Index
 from onekv.sim.script import run_seed
-from onekv.tiers.disk import DiskTier
 from onekv.tiers.reader import Readers
-from onekv.tiers.writer import Writer
 
 SEED, STEPS_PER_SEED = 5000, 600
 
@@ -56,6 +53,9 @@ MUTATIONS = {
     ),
     "a state is kept under an earlier length": Mutation(
         PrefixCache, "snapshot", "node.end == sequence.length", "node.parent is not None"
+    ),
+    "a snapshot counts at a shorter length": Mutation(
+        PrefixCache, "_pieces", "end == node.end and self._has_snapshot(node)", "self._has_snapshot(node)"
     ),
     "a window restores without its oldest block": Mutation(
         restore, "_readable", "piece.end > first", "piece.start > first"
@@ -112,16 +112,6 @@ MUTATIONS = {
     ),
     "a loaded sequence keeps its old length": Mutation(
         PrefixCache, "_loaded", "sequence.length = loading.length", "sequence.length = loading.length - 1"
-    ),
-    "two requests read the same block": Mutation(Cold, "busy", "return any(", "return False and any("),
-    "the limit of the disk is not held": Mutation(
-        Writer, "make_room", "if not victims:", "if size:\n            return True\n        if not victims:"
-    ),
-    "what a kill left is believed": Mutation(
-        DiskTier,
-        "_open",
-        "store.settle()",
-        "store.index._change('UPDATE parts SET state = 1 WHERE state = ? AND key <> ? AND part <> ?', [(0, b'', 99)])",
     ),
     "an unpinned block stays pinned": Mutation(
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"

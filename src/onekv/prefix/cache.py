@@ -489,6 +489,8 @@ class PrefixCache:
             for group, pool in enumerate(self._memory.pools):
                 if pool.group.rule.span is None and not held(node, group):
                     raise IntegrityError(f"the node of tokens {node.start} to {node.end} lost its block")
+                if held(node, group) and pool.pinned[node.blocks[group]] != (node.pins > 0):
+                    raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned, its block is not")
         for key, snapshot in self.snapshots.items():
             node = self.index.nodes[key]
             if snapshot.length != node.end:

@@ -150,9 +150,10 @@ class SimFiles(Files):
 
 
 def _flip(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """One bit, at a place that depends on the content alone."""
+    """One bit, at a place that depends on the content alone: in half of the cases near the end, where the KV is."""
     if len(data):
-        data[(int(data.sum()) * 7919) % len(data)] ^= 16
+        place = int(data.sum()) * 7919
+        data[-1 - place // 2 % min(32, len(data)) if place % 2 else place % len(data)] ^= 16
 
 
 def damage_file(folder: Path, choice: int, how: int) -> bool:
@@ -163,7 +164,7 @@ def damage_file(folder: Path, choice: int, how: int) -> bool:
     file, other = files[choice % len(files)], files[(choice // 7) % len(files)]
     content = bytearray(file.read_bytes())
     if how % 5 == 0 and content:
-        content[choice % len(content)] ^= 1 << choice % 8
+        content[-1 - choice % min(64, len(content)) if how % 2 else choice % len(content)] ^= 1 << choice % 8
     elif how % 5 == 1:
         del content[choice % (len(content) + 1) :]
     elif how % 5 == 2:

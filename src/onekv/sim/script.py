@@ -224,7 +224,7 @@ def _wait(world: World, a: int, b: int) -> None:
 
 def _unpin(world: World, a: int, b: int) -> None:
     if world.pins:
-        tokens, salt = world.pins.pop(a % len(world.pins))
+        tokens, salt = world.pins[a % len(world.pins)]
         world.call(lambda engine: engine.prefix.unpin(tokens, salt) if engine.prefix is not None else None)
 
 

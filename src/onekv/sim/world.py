@@ -31,6 +31,7 @@ from ..memory.table import FORGOTTEN
 from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
 from ..tiers.image import Image
+from ..tiers.store import LOG, SMALL
 from .client import Client
 from .config import Config
 from .faults import Faults, Injected, Kill, SimClock, SimFiles
@@ -55,6 +56,7 @@ class World:
         # Prefix hashes of all that was ever computed, by salt, and conversations that can go on.
         self.seen: dict[str, set[int]] = {}
         self.talks: list[tuple[str, list[int]]] = []
+        # What was asked to be pinned; unpinning what is not is no mistake.
         self.pins: list[tuple[list[int], str]] = []
         self._states: dict[Request, str] = {}
         self._start()
@@ -293,8 +295,10 @@ class World:
     def close(self) -> None:
         try:
             self.drain()
-            for tokens, salt in self.pins if self.engine.prefix is not None else ():
-                self.engine.prefix.unpin(tokens, salt)
+            prefix = self.engine.prefix
+            if prefix is not None:
+                for tokens, salt in self.pins:
+                    prefix.unpin(tokens, salt)
             self.thread.close(self.engine)
             for pool in self.engine.memory.pools:
                 if pool.free != pool.blocks:
@@ -410,11 +414,12 @@ class _Limited(SimFiles):
         return count
 
     def check(self) -> None:
+        """All files, and those of parts beside what the index may need before the next look."""
         limit = self._world.config.disk_limit
-        root = self._world.folder / "kv"
-        taken = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
-        if limit is not None and taken > limit:
-            raise Violation(f"the folder takes {taken} bytes of {limit}")
+        sizes = {file: file.stat().st_size for file in (self._world.folder / "kv").rglob("*") if file.is_file()}
+        parts = sum(size for file, size in sizes.items() if file.parent.parent.parent.name == "kv")
+        if limit is not None and max(sum(sizes.values()), parts + LOG + SMALL) > limit:
+            raise Violation(f"the folder takes {sum(sizes.values())} bytes, {parts} of them in parts, of {limit}")
 
 
 def _memory_folder() -> str | None:
