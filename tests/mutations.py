@@ -27,6 +27,7 @@ from onekv.prefix.eviction import Eviction
 from onekv.prefix.index import Index
 from onekv.sim.script import run_seed
 from onekv.tiers.reader import Readers
+from onekv.tiers.writer import Writer
 
 SEED, STEPS_PER_SEED = 5000, 600
 
@@ -48,23 +49,23 @@ MUTATIONS = {
         Index, "root", "if salt not in self.roots:", "salt = ''\n    if salt not in self.roots:"
     ),
     "a checksum is not checked": Mutation(Readers, "_load", "digest.digest() != row.checksum", "False"),
-    "a part that was not read counts as read": Mutation(
+    "a part that could not be read counts as read": Mutation(
         Readers, "_load_one", "self._load(row, target) or True", "bool(self._load(row, target)) or True"
-    ),
-    "a state is kept under an earlier length": Mutation(
-        PrefixCache, "snapshot", "node.end == sequence.length", "node.parent is not None"
     ),
     "a snapshot counts at a shorter length": Mutation(
         PrefixCache, "_pieces", "end == node.end and self._has_snapshot(node)", "self._has_snapshot(node)"
+    ),
+    "a state from the wrong boundary": Mutation(
+        PrefixCache,
+        "_store_snapshot",
+        "self._memory.states_of(sequence)",
+        "self._last if hasattr(self, '_last') else self._memory.states_of(sequence)\n    self._last = snapshot.states",
     ),
     "a window restores without its oldest block": Mutation(
         restore, "_readable", "piece.end > first", "piece.start > first"
     ),
     "a block is published before it is written": Mutation(
-        PrefixCache,
-        "publish",
-        "min(sequence.length, len(tokens))",
-        "min(len(sequence.tables and sequence.tables[0].blocks) * self._size or sequence.length, len(tokens))",
+        PrefixCache, "publish", "min(sequence.length, len(tokens))", "min(sequence.length + self._size, len(tokens))"
     ),
     "a block that is in use is evicted": Mutation(
         Eviction, "removable", "pool.references[node.blocks[g]] == 0", "True"
@@ -75,7 +76,7 @@ MUTATIONS = {
         "sole and length == tail.end and not tail.children and not tail.pins",
         "length == tail.end and not tail.children",
     ),
-    "a tail is taken over although it has more tokens": Mutation(
+    "a tail that has more tokens is taken over": Mutation(
         PrefixCache, "_continue_block", "sole and length == tail.end and", "sole and"
     ),
     "a tail's copy is the wrong way round": Mutation(
@@ -94,6 +95,9 @@ MUTATIONS = {
         "self.tables.append(Table(pool, max_length, chunk, prefix))",
         "self.tables.append(Table(pool, max_length, chunk, prefix))\n            self.tables[-1].take_wanted()",
     ),
+    "ends beside longer siblings are overlooked": Mutation(
+        PrefixCache, "_furthest", "-1 if self._mixed else len(match.nodes)", "len(match.nodes)"
+    ),
     "a failed request's blocks are not closed": Mutation(Engine, "_discard", "self.memory.close(sequence)", "pass"),
     "who fails in admission stays in the queue": Mutation(
         Engine, "_on_behalf_of", "if not request.finished:", "if not request.finished and request.state != 'waiting':"
@@ -110,8 +114,11 @@ MUTATIONS = {
     "a disk block goes to its neighbour's place": Mutation(
         Blocks, "write", "run.rows[:, :, block]", "run.rows[:, :, block - 1]"
     ),
-    "a loaded sequence keeps its old length": Mutation(
+    "a loaded sequence has one token less": Mutation(
         PrefixCache, "_loaded", "sequence.length = loading.length", "sequence.length = loading.length - 1"
+    ),
+    "the limit of the disk is not held": Mutation(
+        Writer, "make_room", "if not victims:", "return True\n        if not victims:"
     ),
     "an unpinned block stays pinned": Mutation(
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"

@@ -335,9 +335,10 @@ class PrefixCache:
                 continue
             if held(node, group):
                 table.replace(index, node.blocks[group])
-            else:
+            elif not node.pins or pool.can_pin([own]):
                 pool.keep(own)
                 node.blocks[group] = own
+                pool.pin(own, node.pins > 0)
         self._write_through(node)
         self.index.touch(node)
         self._eviction.offer(node)
@@ -490,7 +491,9 @@ class PrefixCache:
                 if pool.group.rule.span is None and not held(node, group):
                     raise IntegrityError(f"the node of tokens {node.start} to {node.end} lost its block")
                 if held(node, group) and pool.pinned[node.blocks[group]] != (node.pins > 0):
-                    raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned, its block is not")
+                    raise IntegrityError(
+                        f"of the node of tokens {node.start} to {node.end} and its block one is pinned"
+                    )
         for key, snapshot in self.snapshots.items():
             node = self.index.nodes[key]
             if snapshot.length != node.end:

@@ -153,7 +153,8 @@ class Cold:
             if count * self._size + self._size <= best[1]:
                 break
             parent = places[count - 1].address.key if count else match.root.key
-            tail = self._tail(parent, tokens[count * self._size * TOKEN_BYTES :])
+            start = count * self._size
+            tail = self._tail(parent, start, tokens[start * TOKEN_BYTES :])
             if tail is not None:
                 path = [*places[:count], Place(tail.address, None, tail.parts)]
                 best = max(best, (path, self._restore_point(path)), key=lambda found: found[1])
@@ -180,16 +181,21 @@ class Cold:
             found = self.tier.find([address.key for address in addresses])
             for address in addresses:
                 entry = found.get(address.key)
-                if entry is not None and entry.address.tokens != address.tokens:
+                if entry is not None and entry.address != address:
                     entry = None
                 entry = entry or Entry(address, frozenset())
                 if not self._usable(entry):
                     return
                 yield entry
 
-    def _tail(self, parent: bytes, tokens: bytes) -> Entry | None:
-        """The longest partial block after `parent` that `tokens` begin with."""
-        entries = [e for e in self.tier.tails(parent) if self._usable(e) and tokens.startswith(e.address.tokens)]
+    def _tail(self, parent: bytes, start: int, tokens: bytes) -> Entry | None:
+        """The longest partial block after `parent`, which ends at `start`, that `tokens` begin with."""
+        entries = []
+        for entry in self.tier.tails(parent):
+            part = entry.address.tokens
+            right = Address(self._index.key_after(parent, part), parent, start, part)
+            if entry.address == right and self._usable(entry) and tokens.startswith(part):
+                entries.append(entry)
         return max(entries, key=lambda entry: len(entry.address.tokens), default=None)
 
     def _usable(self, entry: Entry) -> bool:

@@ -49,7 +49,7 @@ class Readers:
         """Read what `rows` say to `targets`: what was wrong with each, True if nothing was, False if time was over."""
         answers: list[Problem | bool] = [False] * len(rows)
         left = deque(zip(range(len(rows)), rows, targets, strict=True))
-        others = min(READERS, len(rows) - 1) if self._writer.place.threads else 0
+        others = max(0, min(READERS, len(rows) - 1)) if self._writer.place.threads else 0
         if others and self._reading is None:
             self._reading = ThreadPoolExecutor(READERS, "onekv-disk-reader")
         futures = [
