@@ -58,9 +58,10 @@ MUTATIONS = {
     "a state from the wrong boundary": Mutation(
         PrefixCache,
         "_store_snapshot",
-        "self._memory.states_of(sequence)",
-        "self._last if hasattr(self, '_last') else self._memory.states_of(sequence)\n    self._last = snapshot.states",
+        "self._memory.states_of(sequence))",
+        "self.__dict__.setdefault('_first', self._memory.states_of(sequence)))",
     ),
+    "a promise is kept for ever": Mutation(Table, "close", "self.pool.unreserve(self.reserved)", "pass"),
     "a window restores without its oldest block": Mutation(
         restore, "_readable", "piece.end > first", "piece.start > first"
     ),

@@ -139,6 +139,21 @@ def test_what_a_request_cannot_leave_behind_ends_it_with_an_error():
     assert run(engine, [tokens(30, 1)], 4)[0].finish_reason == "length"
 
 
+def test_a_wrong_count_ends_the_engine_where_counts_are_checked():
+    """Better no answer than one from blocks that may be another's."""
+    running = Running()
+    running.thread.check_integrity = True
+    first = Collected(tokens(9, 1), 3)
+    running.start(first)
+    assert isinstance(first.result(), End)
+    running.thread.call(lambda engine: engine.memory.pools[0].reserve(1)).result(60)
+    second = Collected(tokens(9, 2), 3)
+    running.start(second)
+    assert isinstance(second.result(), End)
+    running.thread._thread.join(60)
+    assert not running.thread.alive
+
+
 def test_an_engine_that_cannot_go_on_ends_every_job():
     """Nobody waits for an engine whose thread has ended, whatever ended it."""
     running = Running()

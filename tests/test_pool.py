@@ -75,9 +75,9 @@ def test_releasing_twice_is_found():
 def test_integrity_names_the_block_that_leaked():
     pool = make_pool()
     blocks = take(pool, 2)
-    pool.check_integrity(blocks, [])
+    pool.check_integrity(blocks, [], pool.reserved)
     with pytest.raises(IntegrityError, match="block 1 has 1 references and 0 holders"):
-        pool.check_integrity(blocks[:1], [])
+        pool.check_integrity(blocks[:1], [], pool.reserved)
 
 
 @pytest.mark.parametrize("rule", [Rule(window=40), Rule(window=33, keep=4), Rule(chunk=20), Rule()])
@@ -94,11 +94,11 @@ def test_a_table_never_needs_more_than_it_reserved(rule, chunk):
         count = min(chunk, length - position)
         table.advance(position, count)
         position += count
-        assert len(table.held) + table._reserved <= promised
-        assert pool.reserved == table._reserved
+        assert len(table.held) + table.reserved <= promised
+        assert pool.reserved == table.reserved
         readable = [*range(rule.keep), *range(rule.first(position - count), position)]
         assert all(table.blocks[p // BLOCK] != FORGOTTEN for p in readable)
-        pool.check_integrity(table.held, [])
+        pool.check_integrity(table.held, [], table.reserved)
     table.close()
     assert (pool.free, pool.reserved) == (40, 0)
 

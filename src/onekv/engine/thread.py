@@ -74,17 +74,17 @@ class EngineThread:
         build: Callable[[], Engine],
         max_waiting: int = 256,
         max_wait: float = 600.0,
-        check_integrity: bool = False,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`build` makes the engine, in its own thread. At most `max_waiting` requests wait, each `max_wait` seconds.
 
-        With `check_integrity`, every count is checked whenever the engine has become idle; the thread ends if one is
-        wrong. `now` tells the time in seconds.
+        `now` tells the time in seconds.
         """
         self._build = build
         self._max_waiting, self._max_wait = max_waiting, max_wait
-        self._checks, self._now = check_integrity, now
+        self._now = now
+        # Whether every count is checked whenever the engine has become idle; the thread ends if one is wrong.
+        self.check_integrity = False
         self._orders: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._jobs: dict[Request, Job] = {}
         self._lock = threading.Lock()
@@ -205,7 +205,7 @@ class EngineThread:
         was_idle = engine.idle
         for request in engine.step():
             self._pump(engine, request)
-        if self._checks and engine.idle and not was_idle:
+        if self.check_integrity and engine.idle and not was_idle:
             engine.check_integrity()
         return True
 

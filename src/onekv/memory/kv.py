@@ -168,7 +168,8 @@ class KVMemory:
         """Every block is free, held by the open sequences that say so, or in `cached`; raises IntegrityError."""
         for index, pool in enumerate(self.pools):
             held = [b for s in self._open for b in s.tables[index].held]
-            pool.check_integrity(held, cached[index] if cached else [])
+            reserved = sum(s.tables[index].reserved for s in self._open)
+            pool.check_integrity(held, cached[index] if cached else [], reserved)
         if not self._open and self.state_bytes:
             raise IntegrityError(f"{self.state_bytes} bytes of recurrent state are held by nobody")
 

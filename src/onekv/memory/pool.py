@@ -248,8 +248,10 @@ class Pool:
         rows = mx.arange(heads) * self.blocks + block
         return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)
 
-    def check_integrity(self, held: list[int], cached: list[int]) -> None:
-        """Compare with the block ids of all tables (once per table that holds it) and of the prefix cache."""
+    def check_integrity(self, held: list[int], cached: list[int], reserved: int) -> None:
+        """Compare with the block ids of all tables (once per table that holds it) and of the prefix cache, and with
+        what the tables have reserved.
+        """
         counts = np.bincount(np.array(held, np.int64), minlength=self.blocks)
         wrong = np.flatnonzero(counts != self.references)
         if len(wrong):
@@ -263,9 +265,10 @@ class Pool:
             raise IntegrityError(f"cached blocks of {self.group.rule} are miscounted")
         idle = self._count_idle(list(range(self.blocks)))
         free = int(((self.references == 0) & ~self.cached).sum())
-        if (self._free, self._idle) != (free, idle) or self.reserved < 0 or self.available < 0:
+        if (self._free, self._idle) != (free, idle) or self.reserved != reserved or self.available < 0:
             raise IntegrityError(
-                f"{self._free} free and {self._idle} idle blocks, {self.reserved} reserved: miscounted"
+                f"{self._free} free and {self._idle} idle blocks, {self.reserved} reserved: miscounted; "
+                f"there are {free} and {idle}, and {reserved} are promised"
             )
         for arrays in self.layers:
             if any(array.shape[1] != self.blocks * self.block_size for array in arrays.all):

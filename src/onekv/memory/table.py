@@ -41,7 +41,8 @@ class Table:
         self.first = max((i + 1 for i, block in enumerate(self.blocks) if block == FORGOTTEN), default=0)
         # Changes with the blocks: what was derived from them is stale when it differs.
         self.version = 0
-        self._reserved = 0
+        # Blocks that the pool has promised to it.
+        self.reserved = 0
         self._limit = blocks_needed(self.rule, pool.block_size, length, chunk)
         # Held before anything is reserved, so that the reservation does not count on evicting them.
         pool.share(self.held)
@@ -58,7 +59,7 @@ class Table:
             return
         last = self.blocks[wanted[0] - 1] if wanted[0] else FORGOTTEN
         taken = self.pool.take(len(wanted), None if last < 0 else last, self._missing)
-        self._reserved -= len(wanted)
+        self.reserved -= len(wanted)
         for index, block in zip(wanted, taken, strict=True):
             self.blocks[index] = block
 
@@ -77,13 +78,13 @@ class Table:
 
     def _keep_in_reserve(self) -> None:
         """Reserve what the table may take before it gives a block back."""
-        change = max(0, min(self._limit - len(self.held), self._missing)) - self._reserved
+        change = max(0, min(self._limit - len(self.held), self._missing)) - self.reserved
         if change >= 0:
             # Also for nothing: sharing idle blocks must not break what was promised to others.
             self.pool.reserve(change)
         else:
             self.pool.unreserve(-change)
-        self._reserved += change
+        self.reserved += change
 
     def advance(self, position: int, count: int) -> None:
         """Make room for tokens [position, position + count); forget what queries from `position` on do not read."""
@@ -92,7 +93,7 @@ class Table:
         if count > 0:
             last = self.blocks[-1] if self.blocks else FORGOTTEN
             taken = self.pool.take(count, None if last == FORGOTTEN else last, self._missing)
-            self._reserved -= count
+            self.reserved -= count
             self.blocks += taken
             self.version += 1
 
@@ -128,6 +129,6 @@ class Table:
 
     def close(self) -> None:
         self.pool.release(self.held)
-        self.pool.unreserve(self._reserved)
-        self.blocks, self._reserved = [], 0
+        self.pool.unreserve(self.reserved)
+        self.blocks, self.reserved = [], 0
         self.version += 1

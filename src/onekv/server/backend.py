@@ -82,6 +82,7 @@ class Backend:
 
     def _build(self) -> Engine:
         self.llm = LLM(self._model, **self._settings)
+        self.thread.check_integrity = self.llm.settings.check_integrity
         return self.llm.engine
 
     def start(self) -> None:

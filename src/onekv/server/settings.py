@@ -45,6 +45,7 @@ class ServerSettings(SettingsBase):
     log_level: str = setting("info", "LEVEL", "error, warning, info or debug (which names paths); default info")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.port <= 65535:
             raise SettingError(f"--port is {self.port}; it must be from 0 to 65535")
         for name in ("max_wait", "default_max_tokens", "max_connections", "client_timeout"):

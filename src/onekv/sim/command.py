@@ -18,6 +18,9 @@ from .config import make_config
 from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
 
+# Seconds between two lines about how far it is, where there is no terminal.
+TELL = 60.0
+
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.replay is not None:
@@ -35,12 +38,16 @@ def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes
     """Run seeds one after the other, show how far it is and what was reached; the first that fails, if one does."""
     counts: Counter[str] = Counter()
     turns = done = 0
-    begun = time.monotonic()
+    begun = told = time.monotonic()
     with tqdm(total=seeds * steps, unit="step", unit_scale=True, disable=None) as bar:
         for outcome in _outcomes(range(seed, seed + seeds), steps, processes):
             counts += outcome.counts + outcome.struck
             turns, done = turns + outcome.turns, done + 1
             bar.update(outcome.turns)
+            if bar.disable and time.monotonic() > told + TELL:
+                # No terminal to draw a bar on.
+                told = time.monotonic()
+                print(f"{turns:,} steps, {done:,} seeds, {turns / (told - begun):,.0f} steps per second", flush=True)
             if outcome.problem is not None:
                 return outcome
             if seconds is not None and time.monotonic() - begun > seconds:

@@ -68,9 +68,7 @@ class World:
         self.truth = Truth(config.layout, config.model)
         self.model = HashModel(self.truth)
         self.tier = self._open_tier()
-        self.thread = EngineThread(
-            self._build, config.max_waiting, config.max_wait, check_integrity=True, now=self.clock.monotonic
-        )
+        self.thread = EngineThread(self._build, config.max_waiting, config.max_wait, now=self.clock.monotonic)
         self.engine = self.thread.open()
         self._addresses = self._pool_addresses()
         self.pins.clear()

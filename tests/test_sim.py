@@ -1,0 +1,103 @@
+"""The simulation: fresh seeds every time, scripts that once failed, and planted mistakes that it must find.
+
+`ONEKV_SIM_SEED` fixes the first of the fresh seeds and `ONEKV_SIM_SECONDS` says for how long they are tried.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import mutations
+from onekv.sim.command import replay, save
+from onekv.sim.config import make_config
+from onekv.sim.coverage import TOPICS, table
+from onekv.sim.script import run_script, run_seed, shrink
+
+KEPT = sorted((Path(__file__).parent / "sim").glob("*.json"))
+# The seed at which each mutation is found soon.
+FOUND_AT = {}
+
+
+def test_fresh_seeds():
+    seed = int(os.environ.get("ONEKV_SIM_SEED", secrets.randbits(31)))
+    until = time.monotonic() + float(os.environ.get("ONEKV_SIM_SECONDS", "100"))
+    turns = 0
+    print(f"simulation from seed {seed}")
+    while time.monotonic() < until:
+        outcome = run_seed(seed, 2000)
+        assert outcome.problem is None, f"onekv sim --seed {seed} --steps 2000: {outcome.problem}\n{outcome.trace}"
+        turns += outcome.turns
+        seed += 1
+    print(f"{turns} steps, to seed {seed - 1}")
+    assert turns
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_what_once_failed_does_not_any_more(file):
+    outcome = replay(file)
+    assert outcome.problem is None, outcome.trace
+
+
+def test_a_seed_replays_exactly():
+    first, second = run_seed(11, 500), run_seed(11, 500)
+    assert first.problem is None
+    assert (first.turns, first.counts, first.struck) == (second.turns, second.counts, second.struck)
+    again = run_script(make_config(Random(11)), 11, first.script)
+    assert (again.turns, again.counts) == (first.turns, first.counts)
+
+
+@pytest.mark.parametrize("name", mutations.MUTATIONS)
+def test_a_planted_mistake_is_found(name):
+    seed = FOUND_AT.get(name, mutations.SEED)
+    _, _, problem = mutations.find(name, 20_000, seed)
+    assert problem is not None
+
+
+def test_a_failing_script_is_made_short_and_kept(tmp_path):
+    name = "a tail's copy is the wrong way round"
+    with mutations.planted(mutations.MUTATIONS[name]):
+        outcome = run_seed(mutations.SEED, 600)
+        assert outcome.problem is not None
+        script = shrink(outcome.seed, outcome.script, outcome.problem, tries=60)
+        assert len(script) < len(outcome.script) or len(script) <= 6
+        file = tmp_path / "kept.json"
+        save(file, outcome.seed, script)
+        assert replay(file).problem is not None
+    assert replay(file).problem is None
+
+
+def test_the_table_shows_what_was_not_reached():
+    outcome = run_seed(3, 200)
+    text = table(outcome.counts + outcome.struck)
+    for names in TOPICS.values():
+        for name in names:
+            assert name in text
+
+
+def onekv(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "onekv", "sim", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
+
+
+def test_the_command_says_what_it_did(tmp_path):
+    done = onekv("--seed", "5", "--seeds", "2", "--steps", "100", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "seed 5 to 6, 100 steps each" in done.stdout
+    assert "over 2 seeds" in done.stdout
+    assert "no violation" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_no_script_is_told(tmp_path):
+    (tmp_path / "other.json").write_text("[1, 2]")
+    for name in ("other.json", "missing.json"):
+        done = onekv("--replay", name, cwd=tmp_path)
+        assert done.returncode == 1
+        assert "--replay" in done.stderr
+        assert "Traceback" not in done.stderr
