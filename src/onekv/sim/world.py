@@ -337,7 +337,8 @@ class World:
         owners = {request.sequence: request for request in (*engine.prefilling, *engine.running)}
         requests = [owners[sequence] for sequence in sequences if sequence in owners]
         if self.faults.strikes("model"):
-            self._blame(*requests)
+            # Decoding is one step for all that run, also where rows are computed one by one.
+            self._blame(*(engine.running if requests and requests[0].state == "running" else requests))
             raise Injected("the model failed")
         if len(requests) == len(sequences) and requests[0].state == "running" and self.faults.strikes("nan"):
             victim = self.turns % len(requests)
