@@ -68,8 +68,8 @@ MUTATIONS = {
     "a block is published before it is written": Mutation(
         PrefixCache, "publish", "min(sequence.length, len(tokens))", "min(sequence.length + self._size, len(tokens))"
     ),
-    "a block that is in use is evicted": Mutation(
-        Eviction, "removable", "pool.references[node.blocks[g]] == 0", "True"
+    "a node that a sequence goes on from is evicted": Mutation(
+        Eviction, "_evict", "if self.removable(node):", "if not node.children and not node.pins:"
     ),
     "a tail that others need is taken over": Mutation(
         PrefixCache,

@@ -37,8 +37,8 @@ WEIGHTS = {
     "damage a file": 1,
     "damage the index": 0.5,
     "noise in the index": 0.1,
-    "kill": 0.2,
-    "restart": 0.3,
+    "kill": 0.12,
+    "restart": 0.15,
 }
 
 

@@ -95,6 +95,7 @@ class Truth:
             stored = [(width, heads) for width, heads in widths if width and heads]
             self.arrays.append([(tag(number, i), width, heads) for i, (width, heads) in enumerate(stored)])
         self.states = sum(len(state.parts) for state in layout.states)
+        self.marks = [tag(-1, number) for number in range(self.states)]
 
     def digest(self, hashes: Hashes, position: int) -> int:
         """Of all that a query at `position` reads: earlier rows, its own, and the states before it."""
@@ -110,7 +111,7 @@ class Truth:
 
     def state(self, prefix: int, number: int) -> bytes:
         """The recurrent state number `number` after a prefix."""
-        return (prefix ^ tag(-1, number)).to_bytes(8, "little")
+        return (prefix ^ self.marks[number]).to_bytes(8, "little")
 
     def answer(self, prompt: Sequence[int], max_tokens: int, allowed: Allowed | None = None) -> list[int]:
         """The tokens that follow `prompt`, the stop token with them."""
