@@ -71,14 +71,11 @@ MUTATIONS = {
     "a node that a sequence goes on from is evicted": Mutation(
         Eviction, "_evict", "if self.removable(node):", "if not node.children and not node.pins:"
     ),
-    "a tail that others need is taken over": Mutation(
+    "a pinned tail is taken over": Mutation(
         PrefixCache,
         "_continue_block",
         "sole and length == tail.end and not tail.children and not tail.pins",
         "length == tail.end and not tail.children",
-    ),
-    "a tail that has more tokens is taken over": Mutation(
-        PrefixCache, "_continue_block", "sole and length == tail.end and", "sole and"
     ),
     "a tail's copy is the wrong way round": Mutation(
         PrefixCache,

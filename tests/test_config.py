@@ -1,6 +1,8 @@
 """A field, a flag and a variable are one thing."""
 
 import argparse
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,14 @@ def parse(*argv: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_arguments(parser)
     return given_settings(parser.parse_args(argv))
+
+
+def test_counts_are_checked_by_default_in_development():
+    code = "import os; os.environ.pop('ONEKV_CHECK_INTEGRITY', None); from onekv.config import Settings; "
+    code += "print(Settings().check_integrity)"
+    for flags, expected in (([], "False"), (["-X", "dev", "-W", "ignore"], "True")):
+        done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
 
 
 def test_the_table_above_covers_every_setting():

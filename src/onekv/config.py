@@ -220,9 +220,10 @@ class Settings(SettingsBase):
         False, "on|off", "never use the disk: evicted blocks are forgotten; default off", on_or_off
     )
     check_integrity: bool = setting(
-        False,
+        sys.flags.dev_mode,
         "on|off",
-        "count all blocks whenever nothing runs, and fail if one is lost or held twice; for tests; default off",
+        "count all blocks whenever nothing runs, and end if one is lost or held twice; "
+        "default off, on with python -X dev",
         on_or_off,
     )
 

@@ -360,13 +360,14 @@ class PrefixCache:
     def finish(self, sequence: Sequence, tokens: list[int]) -> None:
         """The sequence ends: all it has stored stays cached. Close it afterwards."""
         self.publish(sequence, tokens)
-        chain = self._chains.pop(sequence)
         stored = min(sequence.length, len(tokens))
-        node = chain.node
+        node = self._chains[sequence].node
         if stored > node.end:
             node = self._enter_tail(sequence, node, as_bytes(tokens[node.end : stored]))
         if self._recurrent and node.end == sequence.length and node.parent is not None:
             self._store_snapshot(node, sequence)
+        # From here on it is as if it had never run; if it fails before, all it computed is discarded.
+        del self._chains[sequence]
         path = list(node.path())
         for used in path:
             self.index.touch(used)
@@ -375,11 +376,15 @@ class PrefixCache:
         self._eviction.offer(node)
         self._eviction.prune(node)
 
-    def abandon(self, sequence: Sequence) -> Node:
-        """Nothing more of the sequence is kept. Close it; if it failed, then `discard` the node this gives."""
+    def abandon(self, sequence: Sequence) -> Node | None:
+        """Nothing more of the sequence is kept. Close it; if it failed, then `discard` the node this gives.
+
+        None: it had finished when it failed.
+        """
         if self._cold is not None and sequence in self._cold.loading:
             self._cold.cancel(sequence)
-        return self._chains.pop(sequence).node
+        chain = self._chains.pop(sequence, None)
+        return chain.node if chain is not None else None
 
     def discard(self, node: Node) -> None:
         """Forget `node` and those before it that nobody else uses or continues."""
@@ -494,6 +499,9 @@ class PrefixCache:
                     raise IntegrityError(
                         f"of the node of tokens {node.start} to {node.end} and its block one is pinned"
                     )
+        for node in (node for paths in self._pins.values() for path in paths for node in path):
+            if self.index.nodes.get(node.key) is not node or not node.pins:
+                raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned and not cached any more")
         for key, snapshot in self.snapshots.items():
             node = self.index.nodes[key]
             if snapshot.length != node.end:

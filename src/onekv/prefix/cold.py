@@ -257,8 +257,12 @@ class Cold:
         loading = Loading(sequence, tokens, length, left)
         if snapshot is not None:
             loading.states = [list(state) for state in snapshot.states]
+        try:
+            self.tier.expect(list(left))
+        except BaseException:
+            self._memory.close(sequence)
+            raise
         self.loading[sequence] = loading
-        self.tier.expect(list(left))
         return sequence
 
     def load(self, seconds: float) -> list[Loading]:

@@ -15,7 +15,7 @@ TRANSITIONS = (
 TOPICS = {
     "requests: one state to the next, as seen after each step": TRANSITIONS,
     "prefix cache": (
-        *("reused: nothing", "reused: some", "reused: all", "block copied", "blocks evicted"),
+        *("reused: nothing", "reused: some", "reused: all", "called: copy", "blocks evicted"),
         *("miss: never seen", "miss: evicted", "miss: other salt", "miss: no snapshot at that length"),
         "miss: damaged on disk",
     ),

@@ -7,6 +7,8 @@ copy              copying a block raises                    the request that is 
 constraint        a constraint raises                       its request
 text              a detokenizer raises                      its request
 emit              a consumer raises                         its request
+states            reading recurrent states raises           whom the engine works for just then
+tier              the tier breaks its promise and raises    whom the engine works for just then
 the rest          the disk: see `SimFiles`                  nobody: a tier never fails a request
 """
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from ..tiers.files import Clock, Files, Where
 
-ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit")
+ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
 DISK_SITES = (
     "disk full",
     "disk error",

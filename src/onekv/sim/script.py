@@ -5,6 +5,7 @@ operations can be carried out, and the same list on the same configuration alway
 """
 
 import logging
+import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -147,8 +148,8 @@ def shrink(seed: int, script: list[Operation], problem: str, tries: int = 400) -
 
 
 def _kind(problem: str | None) -> str | None:
-    """What makes two problems the same: not the numbers in them."""
-    return None if problem is None else "".join(c for c in problem if not c.isdigit())[:60]
+    """What makes two problems the same: not the numbers and addresses in them."""
+    return None if problem is None else re.sub(r"0x[0-9a-f]+|[0-9]+", "", problem)[:60]
 
 
 # Operations

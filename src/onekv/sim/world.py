@@ -17,9 +17,11 @@ Promises, checked after every turn of the engine's thread unless said otherwise:
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +39,8 @@ from .config import Config
 from .faults import Faults, Injected, Kill, SimClock, SimFiles
 from .model import HashModel, HostEngine, Violation, pool_views
 from .truth import STOP, Hashes, Truth, as_rows, chain
+
+Result = TypeVar("Result")
 
 # Turns without any change after which a request counts as stuck.
 PATIENCE = 400
@@ -59,6 +63,8 @@ class World:
         # What was asked to be pinned; unpinning what is not is no mistake.
         self.pins: list[tuple[list[int], str]] = []
         self._states: dict[Request, str] = {}
+        # The requests that the engine works for, the innermost last.
+        self._working: list[Several[Request]] = []
         self._start()
 
     # The process
@@ -91,9 +97,46 @@ class World:
             now=self.clock.monotonic,
         )
         self.model.expected, self.model.before = self._expected, self._before
-        for pool in engine.memory.pools:
-            pool.copy = self._guarded(pool.copy)  # type: ignore[assignment, method-assign]
+        self._set_traps(engine)
         return engine
+
+    def _set_traps(self, engine: Engine) -> None:
+        """Let faults strike where the engine calls what may raise, and see whom it works for then."""
+        self._working = []
+        works_for = engine._on_behalf_of
+
+        @contextmanager
+        def seen(requests: Several[Request]) -> Iterator[None]:
+            self._working.append(requests)
+            try:
+                with works_for(requests):
+                    yield
+            finally:
+                self._working.pop()
+
+        engine._on_behalf_of = seen  # type: ignore[method-assign]
+        for pool in engine.memory.pools:
+            pool.copy = self._trap("copy", pool.copy)  # type: ignore[method-assign]
+        memory, tier = engine.memory, engine.tier
+        memory.states_of = self._trap("states", memory.states_of)  # type: ignore[method-assign]
+        if tier is not None:
+            for name in ("find", "tails", "offer", "expect", "read"):
+                setattr(tier, name, self._trap("tier", getattr(tier, name)))
+
+    def _trap(self, site: str, function: Callable[..., Result]) -> Callable[..., Result]:
+        def trapped(*arguments: Any, **options: Any) -> Result:
+            if self.faults.strikes(site):
+                self._blame_current()
+                raise Injected(f"{function.__name__} failed")
+            self.counts[f"called: {function.__name__}"] += 1
+            return function(*arguments, **options)
+
+        return trapped
+
+    def _blame_current(self) -> None:
+        """Whom the engine works for, and who is ending just now."""
+        ending = [client.request for client in self.clients if client.request.finished]
+        self._blame(*(self._working[-1] if self._working else ()), *ending)
 
     def _open_tier(self) -> DiskTier | None:
         config = self.config
@@ -173,7 +216,7 @@ class World:
         self.turn()
         try:
             future.result(0)
-        except OneKVError:
+        except (OneKVError, Injected):
             self.counts["call refused"] += 1
 
     # Turns
@@ -345,16 +388,6 @@ class World:
             self._blame(requests[victim])
             return [victim]
         return []
-
-    def _guarded(self, copy: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        def guarded(source: int, target: int) -> None:
-            if self.faults.strikes("copy"):
-                self._blame(self.engine.waiting[0])
-                raise Injected("a block could not be copied")
-            self.counts["block copied"] += 1
-            copy(source, target)
-
-        return guarded
 
     def _blame(self, *requests: Request) -> None:
         """They may end with an error."""
