@@ -125,6 +125,9 @@ def _layer(random: Random, number: int) -> KVLayer:
     name = f"layer {number}"
     if random.random() < 0.15:
         return KVLayer(name, 1, 32, 32, mx.float32, parse(random.choice(FORMATS)))
+    if random.random() < 0.1:
+        # Wide ones fill a disk soon.
+        return KVLayer(name, 1, 256, 0, mx.float32, PLAIN)
     dtype = random.choice((mx.float32, mx.bfloat16))
     # Keys that hold a whole hash; values may be anything, nothing too.
     least = 8 // dtype.size

@@ -21,13 +21,13 @@ from .world import World
 Operation = tuple[str, int, int]
 # How often each is chosen.
 WEIGHTS = {
-    "turn": 40,
+    "turn": 44,
     "new": 5,
     "continue": 8,
     "fork": 6,
     "repeat": 4,
     "cancel": 4,
-    "work": 10,
+    "work": 20,
     "wait": 2,
     "unpin": 2,
     "clear": 0.4,
