@@ -211,8 +211,8 @@ def damage_index(path: Path, choice: int, value: int) -> bool:
             " (SELECT model, key, part FROM parts ORDER BY key, part LIMIT 1 OFFSET ?)",
             (HOSTILE[value % len(HOSTILE)], choice // len(COLUMNS) % 17),
         )
-    except sqlite3.Error:
-        # The database refuses it: then nothing is damaged.
+    except (sqlite3.Error, UnicodeDecodeError):
+        # The database refuses it, or is so full of noise that not even its error message can be read.
         return False
     finally:
         db.close()
