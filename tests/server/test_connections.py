@@ -12,11 +12,13 @@ import pytest
 
 from conftest import start_server, stop_server
 from onekv.errors import SettingError
-from onekv.server.connections import Limits
+from onekv.server.connections import LOG_EVERY_S, Limits
 from onekv.server.settings import ServerSettings
 
 BOUND = 24
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+# The tests that made more connections than there may be.
+FLOODED: list[str] = []
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -24,13 +26,14 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 def small() -> Iterator[Any]:
     """A server for few connections, whose clients have two seconds; its log is read at the end."""
     flags = ("--kv-memory", "64MiB", "--max-connections", str(BOUND), "--client-timeout", "2", "--grace", "0")
-    running = start_server(*flags, keys=[])
+    running, begun = start_server(*flags, keys=[]), time.monotonic()
     yield running
     log = stop_server(running)
     assert running.process.returncode == 0, log
     assert "Traceback" not in log and "Too many open files" not in log, log
-    # Hundreds were refused, and many sent garbage.
-    assert log.count("--max-connections") == 1, log
+    # Hundreds were refused, if those tests ran in this process, and that is said once a minute.
+    said = log.count("--max-connections")
+    assert bool(said) == bool(FLOODED) and said <= 1 + (time.monotonic() - begun) / LOG_EVERY_S, log
     assert len(log.splitlines()) < 40, log
 
 
@@ -62,6 +65,7 @@ def until_free(server: Any) -> None:
 
 
 def test_beyond_the_bound_all_are_told(small: Any) -> None:
+    FLOODED.append("told")
     held = [connect(small) for _ in range(BOUND)]
     for client in held:
         # Answered, so that it counts.
@@ -79,6 +83,7 @@ def test_beyond_the_bound_all_are_told(small: Any) -> None:
 
 
 def test_handles_stay_below_the_bound(small: Any) -> None:
+    FLOODED.append("handles")
     before = handles(small)
     flood = [connect(small) for _ in range(500)]
     most = max(handles(small) for _ in range(50))
