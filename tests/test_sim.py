@@ -5,8 +5,10 @@
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from random import Random
@@ -18,6 +20,7 @@ from onekv.sim.command import replay, save
 from onekv.sim.config import make_config
 from onekv.sim.coverage import TOPICS, table
 from onekv.sim.script import run_script, run_seed, shrink
+from onekv.sim.world import memory_folder
 
 KEPT = sorted((Path(__file__).parent / "sim").glob("*.json"))
 # The seed at which each mutation is found soon.
@@ -92,6 +95,26 @@ def test_the_command_says_what_it_did(tmp_path):
     assert "over 2 seeds" in done.stdout
     assert "no violation" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_interrupted_it_leaves_nothing(tmp_path, processes):
+    command = [sys.executable, "-u", "-m", "onekv", "sim", "--seeds", "1000", "--steps", "300"]
+    process = subprocess.Popen(
+        [*command, "--processes", processes], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    folder = Path(memory_folder() or tempfile.gettempdir())
+
+    def worlds() -> list[Path]:
+        return list(folder.glob(f"onekv-sim-{process.pid}-*/*"))
+
+    while not worlds() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not worlds()
 
 
 def test_a_file_that_is_no_script_is_told(tmp_path):

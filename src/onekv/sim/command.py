@@ -3,8 +3,11 @@
 import argparse
 import json
 import multiprocessing
+import os
 import secrets
+import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +20,7 @@ from ..errors import SettingError
 from .config import make_config
 from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
+from .world import memory_folder
 
 # Seconds between two lines about how far it is, where there is no terminal.
 TELL = 60.0
@@ -39,8 +43,12 @@ def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes
     counts: Counter[str] = Counter()
     turns = done = 0
     begun = told = time.monotonic()
-    with tqdm(total=seeds * steps, unit="step", unit_scale=True, disable=None) as bar:
-        for outcome in _outcomes(range(seed, seed + seeds), steps, processes):
+    # One folder for all, which goes with this process, however its workers end.
+    with (
+        tempfile.TemporaryDirectory(prefix=f"onekv-sim-{os.getpid()}-", dir=memory_folder()) as folder,
+        tqdm(total=seeds * steps, unit="step", unit_scale=True, disable=None) as bar,
+    ):
+        for outcome in _outcomes(range(seed, seed + seeds), steps, processes, folder):
             counts += outcome.counts + outcome.struck
             turns, done = turns + outcome.turns, done + 1
             bar.update(outcome.turns)
@@ -59,16 +67,17 @@ def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes
     return None
 
 
-def _outcomes(seeds: range, steps: int, processes: int) -> Iterator[Outcome]:
+def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator[Outcome]:
     if processes == 1:
-        yield from (run_seed(seed, steps) for seed in seeds)
+        yield from (run_seed(seed, steps, folder) for seed in seeds)
         return
     # Not forked: MLX has threads.
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        yield from pool.imap_unordered(_work, [(seed, steps) for seed in seeds], chunksize=1)
+    # Interrupting ends the pool, which ends them: they have nothing to say about it.
+    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap_unordered(_work, [(seed, steps, folder) for seed in seeds], chunksize=1)
 
 
-def _work(task: tuple[int, int]) -> Outcome:
+def _work(task: tuple[int, int, str]) -> Outcome:
     outcome = run_seed(*task)
     if outcome.problem is None:
         outcome.script = []

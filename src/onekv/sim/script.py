@@ -64,9 +64,8 @@ class Outcome:
 
 
 class Run:
-    def __init__(self, config: Config, seed: int) -> None:
-        self.world = World(config)
-        self.seed = seed
+    def __init__(self, config: Config, folder: str | None) -> None:
+        self.world = World(config, folder)
 
     def do(self, operation: Operation) -> None:
         """Carry out one operation; a kill in it ends the process, and another one starts."""
@@ -77,8 +76,8 @@ class Run:
             self.world.die()
 
 
-def run_seed(seed: int, turns: int) -> Outcome:
-    """Simulate at least `turns` turns of the engine's thread."""
+def run_seed(seed: int, turns: int, folder: str | None = None) -> Outcome:
+    """Simulate at least `turns` turns of the engine's thread, with files in `folder`, or else in memory."""
     random = Random(seed)
     config = make_config(random)
     done: list[Operation] = []
@@ -88,14 +87,21 @@ def run_seed(seed: int, turns: int) -> Outcome:
             done.append(operation)
             yield operation
 
-    return _run(config, seed, record(), turns, done)
+    return _run(config, seed, record(), turns, done, folder)
 
 
 def run_script(config: Config, seed: int, script: list[Operation]) -> Outcome:
     return _run(config, seed, iter(script), None, script)
 
 
-def _run(config: Config, seed: int, script: Iterator[Operation], turns: int | None, done: list[Operation]) -> Outcome:
+def _run(
+    config: Config,
+    seed: int,
+    script: Iterator[Operation],
+    turns: int | None,
+    done: list[Operation],
+    folder: str | None = None,
+) -> Outcome:
     quiet = logging.getLogger("onekv")
     level, propagate = quiet.level, quiet.propagate
     # Faults are the point here, and each is logged with its traceback.
@@ -103,7 +109,7 @@ def _run(config: Config, seed: int, script: Iterator[Operation], turns: int | No
     run: Run | None = None
     problem, trace = None, ""
     try:
-        run = Run(config, seed)
+        run = Run(config, folder)
         for operation in script:
             run.do(operation)
             if turns is not None and run.world.turns >= turns:
@@ -112,9 +118,9 @@ def _run(config: Config, seed: int, script: Iterator[Operation], turns: int | No
     except (Violation, Exception) as error:  # noqa: BLE001  whatever it is, it is the result
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         trace = traceback.format_exc()
+    finally:
         if run is not None:
             run.world.dispose()
-    finally:
         quiet.setLevel(level)
         quiet.propagate = propagate
     world = run.world if run is not None else None

@@ -47,13 +47,13 @@ PATIENCE = 400
 
 
 class World:
-    def __init__(self, config: Config, check_every: int = 1) -> None:
+    def __init__(self, config: Config, folder: str | None = None) -> None:
+        """Its own folder is made in `folder`, or else in memory."""
         self.config = config
         self.clock, self.faults = SimClock(), Faults()
-        self.folder = Path(tempfile.mkdtemp(prefix="onekv-sim-", dir=_memory_folder()))
+        self.folder = Path(tempfile.mkdtemp(prefix="onekv-sim-", dir=folder or memory_folder()))
         self.counts: Counter[str] = Counter()
         self.turns = 0
-        self._check_every = check_every
         self.clients: list[Client] = []
         # Per open sequence: its request, the prefix hashes of its tokens, and how many of them are known.
         self._hashes: dict[Sequence, _Known] = {}
@@ -229,8 +229,7 @@ class World:
         self.clock.seconds += 0.001
         self.thread.turn(self.engine, wait=False)
         self._follow_requests()
-        if self.turns % self._check_every == 0:
-            self.engine.check_integrity()
+        self.engine.check_integrity()
         if self.turns % 61 == 0:
             self.audit()
         self.clients = [client for client in self.clients if not self._ended(client)]
@@ -334,21 +333,20 @@ class World:
                 raise Violation(f"{pool.group.rule}: {pool.held} blocks held, {pool.reserved} reserved by nobody")
 
     def close(self) -> None:
-        try:
-            self.drain()
-            prefix = self.engine.prefix
-            if prefix is not None:
-                for tokens, salt in self.pins:
-                    prefix.unpin(tokens, salt)
-            self.thread.close(self.engine)
-            for pool in self.engine.memory.pools:
-                if pool.free != pool.blocks:
-                    raise Violation(f"{pool.group.rule}: {pool.blocks - pool.free} blocks are left when all is closed")
-            self._count_figures()
-        finally:
-            self.dispose()
+        """All ends well: what was cached is stored, and nothing is left in the pool."""
+        self.drain()
+        prefix = self.engine.prefix
+        if prefix is not None:
+            for tokens, salt in self.pins:
+                prefix.unpin(tokens, salt)
+        self.thread.close(self.engine)
+        for pool in self.engine.memory.pools:
+            if pool.free != pool.blocks:
+                raise Violation(f"{pool.group.rule}: {pool.blocks - pool.free} blocks are left when all is closed")
+        self._count_figures()
 
     def dispose(self) -> None:
+        """However it ended, nothing is left of it."""
         if self.tier is not None:
             self.tier.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -454,5 +452,6 @@ class _Limited(SimFiles):
             raise Violation(f"the folder takes {sum(sizes.values())} bytes, {parts} of them in parts, of {limit}")
 
 
-def _memory_folder() -> str | None:
+def memory_folder() -> str | None:
+    """Where files take no disk, if there is such a place."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
