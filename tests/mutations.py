@@ -19,7 +19,6 @@ from onekv.engine.thread import EngineThread
 from onekv.memory.blocks import Blocks
 from onekv.memory.kv import KVMemory
 from onekv.memory.pool import Pool
-from onekv.memory.sequence import Sequence
 from onekv.memory.table import Table
 from onekv.prefix import restore
 from onekv.prefix.cache import PrefixCache
@@ -87,12 +86,6 @@ MUTATIONS = {
         Table, "_forget", "first = min(first, len(self.blocks))", "first = min(first + 1, len(self.blocks))"
     ),
     "a forgotten block is not reserved again": Mutation(Table, "_forget", "    self._keep_in_reserve()", "    pass"),
-    "blocks are taken before all groups share": Mutation(
-        Sequence,
-        "__init__",
-        "self.tables.append(Table(pool, max_length, chunk, prefix))",
-        "self.tables.append(Table(pool, max_length, chunk, prefix))\n            self.tables[-1].take_wanted()",
-    ),
     "ends beside longer siblings are overlooked": Mutation(
         PrefixCache, "_furthest", "-1 if self._mixed else len(match.nodes)", "len(match.nodes)"
     ),

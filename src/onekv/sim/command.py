@@ -11,13 +11,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from random import Random
 
 from tqdm import tqdm
 
 from ..errors import SettingError
-from .config import make_config
+from .config import Config
 from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
 from .world import memory_folder
@@ -87,18 +87,20 @@ def _work(task: tuple[int, int, str]) -> Outcome:
 def _report(outcome: Outcome) -> int:
     """Say what went wrong, and leave a short script of it."""
     assert outcome.problem is not None
-    print(f"\nseed {outcome.seed} failed after {outcome.turns:,} steps: {outcome.problem}\n  {outcome.config}")
+    print(
+        f"\nseed {outcome.seed} failed after {outcome.turns:,} steps: {outcome.problem}\n  {outcome.config.describe()}"
+    )
     print(f"making its {len(outcome.script):,} operations fewer ...", flush=True)
-    script = shrink(outcome.seed, outcome.script, outcome.problem)
+    script = shrink(outcome.config, outcome.script, outcome.problem)
     file = Path(f"onekv-sim-{outcome.seed}.json")
-    save(file, outcome.seed, script)
+    save(file, outcome.config, script)
     _show(replay(file))
     print(f"{len(script)} operations are left, in {file}; `onekv sim --replay {file}` runs them", file=sys.stderr)
     return 1
 
 
 def _show(outcome: Outcome) -> int:
-    print(outcome.config)
+    print(outcome.config.describe())
     for name, a, b in outcome.script:
         print(f"  {name:<20} {a:>11} {b:>11}")
     if outcome.problem is None:
@@ -109,15 +111,17 @@ def _show(outcome: Outcome) -> int:
     return 1
 
 
-def save(file: Path, seed: int, script: list[Operation]) -> None:
-    file.write_text(json.dumps({"seed": seed, "operations": script}, separators=(",", ":")) + "\n")
+def save(file: Path, config: Config, script: list[Operation]) -> None:
+    """With its configuration, so that it stays the same run whatever seeds will choose one day."""
+    file.write_text(json.dumps({"config": asdict(config), "operations": script}, separators=(",", ":")) + "\n")
 
 
 def replay(file: Path) -> Outcome:
     """Run a script that was saved. Raises SettingError if the file is not one."""
     try:
         kept = json.loads(file.read_text())
-        seed, script = int(kept["seed"]), [(str(name), int(a), int(b)) for name, a, b in kept["operations"]]
+        config = Config.from_json(kept["config"])
+        script = [(str(name), int(a), int(b)) for name, a, b in kept["operations"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingError(f"--replay is {str(file)!r}, which cannot be read as a script ({error})") from error
-    return run_script(make_config(Random(seed)), seed, script)
+    return run_script(config, script)

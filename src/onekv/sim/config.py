@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
+from typing import Any
 
 import mlx.core as mx
 
-from ..memory.formats import PLAIN, parse
+from ..memory.formats import AUTO, parse
 from ..memory.layout import Group, KVLayer, Layout, Leaf, Rule, StateLayer
 from ..memory.plan import Device, Plan
 from ..memory.table import blocks_needed
@@ -27,10 +28,26 @@ STATE = StateLayer("layer 9", (((8,), mx.uint8), ((8,), mx.uint8)))
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A group of one layer: what it keeps, in which form, and how many blocks it has."""
+
+    rule: Rule
+    heads: int
+    k_dim: int
+    v_dim: int
+    dtype: str
+    format: str
+    blocks: int = 0
+
+    def layer(self, number: int) -> KVLayer:
+        dtype: mx.Dtype = getattr(mx, self.dtype)
+        return KVLayer(f"layer {number}", self.heads, self.k_dim, self.v_dim, dtype, parse(self.format))
+
+
+@dataclass(frozen=True)
 class Config:
-    layout: Layout
-    # Blocks of each group.
-    blocks: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    recurrent: bool
     block_size: int
     chunk: int
     max_batch: int
@@ -49,6 +66,19 @@ class Config:
     device: bool
     model: int = 0
 
+    @classmethod
+    def from_json(cls, kept: dict[str, Any]) -> "Config":
+        """What `dataclasses.asdict` made of one."""
+        kinds = tuple(Kind(**{**kind, "rule": Rule(**kind["rule"])}) for kind in kept["kinds"])
+        return cls(**{**kept, "kinds": kinds})
+
+    @cached_property
+    def layout(self) -> Layout:
+        groups = tuple(Group(kind.rule, (kind.layer(number),)) for number, kind in enumerate(self.kinds))
+        # The model finds its place in the pool by itself; only states come to it through its caches.
+        structure = (Leaf(-1, 0),) if self.recurrent else ()
+        return Layout(groups, (STATE,) if self.recurrent else (), structure, VOCABULARY, 1)
+
     @cached_property
     def plan(self) -> Plan:
         return Plan(
@@ -56,7 +86,7 @@ class Config:
             layout=self.layout,
             weights=0,
             budget=2**30,
-            blocks=self.blocks,
+            blocks=tuple(kind.blocks for kind in self.kinds),
             block_size=self.block_size,
             max_batch=self.max_batch,
             prefill_chunk=self.chunk,
@@ -67,8 +97,8 @@ class Config:
 
     def describe(self) -> str:
         groups = ", ".join(
-            f"{group.rule} ({group.layers[0].codecs}, {count} blocks)"
-            for group, count in zip(self.layout.groups, self.blocks, strict=True)
+            f"{group.rule} ({group.layers[0].codecs}, {kind.blocks} blocks)"
+            for group, kind in zip(self.layout.groups, self.kinds, strict=True)
         )
         disk = "no disk" if self.disk_limit is None else f"disk of {self.disk_limit} bytes"
         states = f", recurrent with {self.snapshots} snapshots" if self.layout.states else ""
@@ -80,16 +110,14 @@ class Config:
 def make_config(random: Random) -> Config:
     rules = random.sample(RULES, random.choice((0, 1, 1, 1, 2, 2, 2, 3)))
     recurrent = not rules or random.random() < 0.3
-    layers = [_layer(random, number) for number in range(len(rules))]
-    groups = tuple(Group(rule, (layer,)) for rule, layer in zip(rules, layers, strict=True))
-    # The model finds its place in the pool by itself; only states come to it through its caches.
-    structure = (Leaf(-1, 0),) if recurrent else ()
-    layout = Layout(groups, (STATE,) if recurrent else (), structure, VOCABULARY, 1)
     block_size, chunk, max_batch = random.choice((2, 4, 4, 8)), random.randint(2, 14), random.randint(1, 4)
+    kinds = tuple(
+        replace(_kind(random, rule), blocks=_blocks(random, rule, block_size, chunk, max_batch)) for rule in rules
+    )
     disk = random.random() < 0.6
     return Config(
-        layout,
-        tuple(_blocks(random, rule, block_size, chunk, max_batch) for rule in rules),
+        kinds,
+        recurrent,
         block_size,
         chunk,
         max_batch,
@@ -121,23 +149,20 @@ def vary(config: Config, random: Random) -> Config:
     )
 
 
-def _layer(random: Random, number: int) -> KVLayer:
-    name = f"layer {number}"
+def _kind(random: Random, rule: Rule) -> Kind:
     if random.random() < 0.15:
-        return KVLayer(name, 1, 32, 32, mx.float32, parse(random.choice(FORMATS)))
+        return Kind(rule, 1, 32, 32, "float32", random.choice(FORMATS))
     if random.random() < 0.1:
         # Wide ones fill a disk soon.
-        return KVLayer(name, 1, 256, 0, mx.float32, PLAIN)
-    dtype = random.choice((mx.float32, mx.bfloat16))
+        return Kind(rule, 1, 256, 0, "float32", AUTO)
     # Keys that hold a whole hash; values may be anything, nothing too.
-    least = 8 // dtype.size
-    return KVLayer(
-        name, random.choice((1, 1, 2)), random.choice((least, least + 1)), random.choice((0, 0, 1, 3)), dtype, PLAIN
-    )
+    dtype, keys = random.choice((("float32", 2), ("bfloat16", 4)))
+    return Kind(rule, random.choice((1, 1, 2)), keys + random.choice((0, 1)), random.choice((0, 0, 1, 3)), dtype, AUTO)
 
 
 def _blocks(random: Random, rule: Rule, block_size: int, chunk: int, max_batch: int) -> int:
     """Room for some sequences: few, so that they get in each other's way."""
     if rule.span is None:
         return random.randint(6, 14) * 8 // block_size + random.randint(0, 5)
-    return blocks_needed(rule, block_size, 2**62, chunk) * random.randint(1, max_batch + 1) + random.randint(0, 3)
+    needed = blocks_needed(rule, block_size, 2**62, chunk)
+    return needed * random.choice((1, 1, 2, max_batch + 1)) + random.randint(0, 3)
