@@ -13,7 +13,9 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -51,11 +53,23 @@ class Running:
             "requests": len(state.tasks),
             "tasks": len(asyncio.all_tasks(self.loop)),
             "threads": sorted(name for name in threads if not name.startswith(("asyncio_", "ThreadPool", "AnyIO"))),
-            "sockets": sum(
-                os.path.realpath(f"/proc/self/fd/{fd}").count("socket:") for fd in os.listdir("/proc/self/fd")
-            ),
+            "sockets": sockets(self.port),
             "engine": (stats.running, stats.waiting, self.backend.thread._open),
         }
+
+
+def sockets(port: int) -> int:
+    """How many this process has that begin or end at `port`: others may be left from other tests."""
+    own = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{handle}"))
+    count = 0
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, *rest = line.split()
+        ends = {int(address.rpartition(":")[2], 16) for address in (local, remote)}
+        count += port in ends and f"socket:[{rest[6]}]" in own
+    return count
 
 
 @pytest.fixture
@@ -103,6 +117,7 @@ def test_polite_clients_are_served_and_nothing_is_held(running: Running, caplog:
     expected, alone = asyncio.run(polite(running.port))
     assert len(set(expected)) > QUESTIONS // 2
     before = settled(running, None)
+    assert before["sockets"] >= 1, "the server's own is there"
     results, seen = asyncio.run(storm(running.port))
     latencies = sorted(latency for _, client in results for latency in client.latencies)
     print(f"rough clients: {sum(seen.values())} of {len(seen)} kinds; refusals: {[c.refusals for _, c in results]}")
