@@ -105,8 +105,9 @@ def onekv(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
 
 
-def test_the_command_says_what_it_did(tmp_path):
-    done = onekv("--seed", "5", "--seeds", "2", "--steps", "100", cwd=tmp_path)
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_command_says_what_it_did(tmp_path, processes):
+    done = onekv("--seed", "5", "--seeds", "2", "--steps", "100", "--processes", processes, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "seed 5 to 6, 100 steps each" in done.stdout
     assert "over 2 seeds" in done.stdout

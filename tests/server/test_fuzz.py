@@ -60,6 +60,11 @@ def test_nothing_fails(server: Any, mode: GenerationMode) -> None:
         # There is no wrong way to call what takes no body.
         if mode == GenerationMode.POSITIVE or operation.body:
             seen[operation.label] = attempt_all(operation, mode, server)
+            answering = mode == GenerationMode.POSITIVE and operation.path in ANSWERING
+            for _ in range(4 if answering else 0):
+                # The examples are fresh ones: by chance the first may all be refused.
+                if 200 not in seen[operation.label]:
+                    seen[operation.label] += attempt_all(operation, mode, server)
     if mode == GenerationMode.POSITIVE:
         assert all(200 in seen[f"POST {path}"] for path in ANSWERING), seen
 

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -79,6 +79,8 @@ def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator
 
 def _work(task: tuple[int, int, str]) -> Outcome:
     outcome = run_seed(*task)
+    # Without what was made from it, some of which cannot be sent.
+    outcome.config = replace(outcome.config)
     if outcome.problem is None:
         outcome.script = []
     return outcome
