@@ -64,17 +64,13 @@ class Outcome:
     trace: str = ""
 
 
-class Run:
-    def __init__(self, config: Config, folder: str | None) -> None:
-        self.world = World(config, folder)
-
-    def do(self, operation: Operation) -> None:
-        """Carry out one operation; a kill in it ends the process, and another one starts."""
-        name, a, b = operation
-        try:
-            _ACTIONS[name](self.world, a, b)
-        except Kill:
-            self.world.die()
+def do(world: World, operation: Operation) -> None:
+    """Carry out one operation; a kill in it ends the process, and another one starts."""
+    name, a, b = operation
+    try:
+        _ACTIONS[name](world, a, b)
+    except Kill:
+        world.die()
 
 
 def run_seed(seed: int, turns: int, folder: str | None = None) -> Outcome:
@@ -104,27 +100,25 @@ def _run(
     folder: str | None = None,
 ) -> Outcome:
     quiet = logging.getLogger("onekv")
-    level, propagate = quiet.level, quiet.propagate
+    level = quiet.level
     # Faults are the point here, and each is logged with its traceback.
     quiet.setLevel(logging.CRITICAL + 1)
-    run: Run | None = None
+    world: World | None = None
     problem, trace = None, ""
     try:
-        run = Run(config, folder)
+        world = World(config, folder)
         for operation in script:
-            run.do(operation)
-            if turns is not None and run.world.turns >= turns:
+            do(world, operation)
+            if turns is not None and world.turns >= turns:
                 break
-        run.world.close()
+        world.close()
     except (Violation, Exception) as error:  # noqa: BLE001  whatever it is, it is the result
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         trace = traceback.format_exc()
     finally:
-        if run is not None:
-            run.world.dispose()
+        if world is not None:
+            world.dispose()
         quiet.setLevel(level)
-        quiet.propagate = propagate
-    world = run.world if run is not None else None
     return Outcome(
         seed,
         config,

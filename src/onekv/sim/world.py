@@ -236,7 +236,7 @@ class World:
         return True
 
     def _follow_requests(self) -> None:
-        """Note what became of each request; what it reuses must have been computed under its salt."""
+        """Note what became of each request, and how much it reuses; a token at least must be left to compute."""
         engine = self.engine
         for request in (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running):
             before = self._states.get(request, "new")
