@@ -90,11 +90,14 @@ class Target:
 
 
 class Tier(Protocol):
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """Those of `keys` that the tier has something of, ready to be read."""
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry] | None:
+        """Those of `keys` that the tier has something of, ready to be read.
 
-    def tails(self, parent: bytes) -> list[Entry]:
-        """The partial blocks that continue `parent`: ends of conversations."""
+        None: it is not known yet; ask again, with the same keys. Waits for that for at most `seconds`.
+        """
+
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:
+        """The partial blocks that continue `parent`: ends of conversations. None and `seconds`: as for `find`."""
 
     def has(self, key: bytes, part: int) -> bool:
         """Whether the part is there, or on its way there."""

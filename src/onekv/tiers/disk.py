@@ -129,11 +129,11 @@ class DiskTier:
         if shared.counts.evicted:
             index.shrink()
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry]:
         entries = self._ask(lambda index: list(index.find(self._model, keys)))
         return {entry.address.key: entry for entry in entries}
 
-    def tails(self, parent: bytes) -> list[Entry]:
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry]:
         return self._ask(lambda index: index.tails(self._model, parent))
 
     def has(self, key: bytes, part: int) -> bool:
