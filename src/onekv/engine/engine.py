@@ -29,9 +29,10 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedError, TooLongError
 from ..memory.kv import KVMemory
-from ..memory.plan import Plan, chunk_tokens
+from ..memory.plan import Plan
+from ..memory.plan.workspace import chunk_tokens
 from ..memory.pool import OutOfBlocks
-from ..memory.table import blocks_needed
+from ..memory.pool.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..prefix.find import NotKnownYet
 from ..prefix.lease import BeingRead, Lease

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..errors import OneKVError, SettingError
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
 from ..prefix.lease import Lease
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -1,12 +1,12 @@
 """Steps on the device: chunks of prompts are stored, and one step of decoding is in the air while the next is built.
 
 The graph of step t + 1 is built from the tokens of step t while the device still works on step t, and is started as
-soon as that has ended; only then are the tokens of step t read. It is not started earlier: MLX would find the pool still
-read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every step). The step in the air
-(`flight`) is landed before anything else touches the pool. Where the memory is `eager`, step t + 1 is computed as its
-graph is built, so step t must have ended before.
+soon as that has ended; only then are the tokens of step t read. It is not started earlier: MLX would find the pool
+still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every step). The step in the
+air (`flight`) is landed before anything else touches the pool. Where the memory is `eager`, step t + 1 is computed as
+its graph is built, so step t must have ended before.
 
-The runner knows no scheduling, and nothing of what is cached: rooms for new tokens have been made before (`Lease.grow`).
+The runner knows no scheduling, and nothing of what is cached: room for new tokens has been made before (`Lease.grow`).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from ..memory.kv import KVMemory
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
 from .request import Logprob, Request
 from .sampling import Drawn, sample
 from .selftest import set_direct, why_one_by_one

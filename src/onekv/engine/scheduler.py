@@ -23,7 +23,7 @@ from .request import Request, RequestState
 
 class Scheduler:
     def __init__(self, max_batch: int, decode_steps: int) -> None:
-        """At most `max_batch` requests are in work; a prompt gets a chunk after every `decode_steps` tokens of others."""
+        """At most `max_batch` requests load or run; a prompt gets a chunk after `decode_steps` tokens of the others."""
         self._max_batch, self._decode_steps = max_batch, decode_steps
         # Waiting, the oldest first; that one may be looking.
         self.waiting: deque[Request] = deque()

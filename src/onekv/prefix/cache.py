@@ -35,7 +35,7 @@ class PrefixCache:
         now: Callable[[], float] = time.perf_counter,
         enabled: bool = True,
     ) -> None:
-        """Evicted blocks go to the first of `tiers` that takes them; with `write_through` all do, when they are full."""
+        """Evicted blocks go to the first of `tiers` that takes them; with `write_through` all do, as soon as full."""
         self.enabled = enabled
         self._memory = memory
         self.index = Index(fingerprint, memory.block_size)

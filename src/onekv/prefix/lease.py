@@ -7,7 +7,7 @@ A lease is made on what was found cached, in this order and nowhere else:
     reserve    promise the rest of its worst case, in every group; if that cannot be, nothing has changed
     make room  evict what the next blocks need, just before
     take       blocks of its own: for what is read from a colder tier, for a partial block, for new tokens (`grow`)
-    publish    each block it fills is entered in the index; if it is known there, the known one is used and the own freed
+    publish    each block it fills enters the index; if it is known there, that one is used and its own is free again
     release    `finish` leaves all of it cached; `discard` forgets what it computed
 
     tokens: [ shared blocks ...... | end | to compute ............ ]
@@ -22,8 +22,8 @@ Nothing is copied or moved for any of that, but for the one partial block of an 
 import mlx.core as mx
 
 from ..memory.pool import IntegrityError
-from ..memory.sequence import Sequence
-from ..memory.table import FORGOTTEN, WANTED
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import FORGOTTEN, WANTED
 from ..tiers.base import STATES, Tier
 from .find import Found, Link
 from .index import TOKEN_BYTES, Node, as_bytes, held
@@ -79,19 +79,19 @@ class Lease:
             loader.start(self.loading)
         except BaseException:
             self.loading = None
-            self._release()
+            self.release()
             raise
 
     # Starting
 
     def _wanted(self, found: Found) -> list[tuple[int, int]]:
         """(block, part) of all that must be read from colder tiers; the states come last."""
-        wanted = []
-        for group, pool in enumerate(self._store.pools):
-            for i in blocks_read(pool.group.rule, found.length, self._size):
-                if not found.path[i].hot(group):
-                    wanted.append((i, group))
-        wanted.sort()
+        wanted = sorted(
+            (i, group)
+            for group, pool in enumerate(self._store.pools)
+            for i in blocks_read(pool.group.rule, found.length, self._size)
+            if not found.path[i].hot(group)
+        )
         last = -(-found.length // self._size) - 1
         if self._recurrent and found.length and self._store.snapshots.get(found.path[last].key) is None:
             wanted.append((last, STATES))
@@ -197,7 +197,7 @@ class Lease:
         loading, self.loading = self.loading, None
         assert loading is not None and loading.ended, "a lease that is not loading, or that has not ended"
         if loading.failed:
-            self._release()
+            self.release()
             return
         self.sequence.length = loading.length
         if loading.states is not None:
@@ -295,7 +295,7 @@ class Lease:
             if self._recurrent and self._at.end == self.sequence.length and self._at.parent is not None:
                 self._keep_states()
             self._use(self._at)
-        self._release()
+        self.release()
 
     def _enter_end(self, tokens: bytes) -> None:
         """A partial block as a leaf, unless a sibling has all of it; a sibling it extends is dropped."""
@@ -322,8 +322,8 @@ class Lease:
         self._store.used(node)
         self._store.prune(node)
 
-    def _release(self) -> None:
-        """Give back all that is held."""
+    def release(self) -> None:
+        """Give back all that is held; what was published stays cached, and nothing more."""
         if self.loading is not None:
             self._loader.stop(self.loading)
             self.loading = None

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..memory.blocks import Blocks, make_states, shared_memory, state_tensors, write_block
 from ..memory.kv import KVMemory
-from ..memory.sequence import Sequence, State
+from ..memory.pool.blocks import Blocks, make_states, shared_memory, state_tensors, write_block
+from ..memory.pool.sequence import Sequence, State
 from ..tiers.base import STATES, Target, Tier
 
 # Parts asked for at once. Where other threads cannot copy them into the pool, this many, less than four, lie beside it.

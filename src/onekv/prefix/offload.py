@@ -1,4 +1,4 @@
-"""What goes from RAM to the colder tiers: a part is offered to each of them in order, and the first that takes it has it.
+"""What goes from RAM to the colder tiers: a part is offered to each of them in order; the first that takes it has it.
 
 Which tier has a part is for the tiers to know. What counts for all of it, a use or its end, is told to all of them.
 Without tiers nothing is taken and everything that is evicted is lost.
@@ -7,8 +7,8 @@ Without tiers nothing is taken and everything that is evicted is lost.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from ..memory.blocks import Blocks, read_states, state_tensors, states_fit
 from ..memory.kv import KVMemory
+from ..memory.pool.blocks import Blocks, read_states, state_tensors, states_fit
 from ..tiers.base import STATES, Tier
 from .index import Index, Node, address_of, held
 from .snapshots import Snapshot, Snapshots

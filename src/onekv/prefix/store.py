@@ -11,7 +11,7 @@ import heapq
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, Pool
-from ..memory.table import FORGOTTEN
+from ..memory.pool.table import FORGOTTEN
 from .figures import EVICTED, Figures
 from .index import Index, Node, held
 from .offload import Offload

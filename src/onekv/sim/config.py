@@ -7,10 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..config import Settings
 from ..memory.formats import AUTO, parse
 from ..memory.layout import Group, KVLayer, Layout, Leaf, Rule, StateLayer
-from ..memory.plan import Device, Plan
-from ..memory.table import blocks_needed
+from ..memory.plan import Plan
+from ..memory.plan.device import Device
+from ..memory.pool.table import blocks_needed
 from ..tiers.store import LEAST_LIMIT
 from .truth import VOCABULARY
 
@@ -93,6 +95,14 @@ class Config:
             workspace=0,
             snapshot_bytes=self.snapshots * self.layout.sequence_bytes,
             queue=0,
+        )
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings(
+            prefix_cache=self.prefix_cache,
+            decode_steps=self.decode_steps,
+            disk_policy="write_through" if self.write_through else None,
         )
 
     def describe(self) -> str:
