@@ -14,8 +14,8 @@ from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, OutOfBlocks
 from ..tiers.base import Tier
 from ..units import format_size
-from .figures import DAMAGED, Figures, PrefixStats
-from .find import Finder, Found
+from .figures import DAMAGED, LATE, Figures, PrefixStats
+from .find import Finder, Found, NotKnownYet
 from .index import Index, Node, as_bytes, held
 from .lease import Lease
 from .loading import Loader
@@ -100,12 +100,16 @@ class PrefixCache:
     def probe(self, tokens: list[int], salt: str = "", seconds: float = 1.0) -> tuple[int, int, str | None]:
         """How many of `tokens` a request would find cached now, how many of those in RAM, and why not more.
 
-        Changes nothing. Waits for tiers for about `seconds`; raises NotKnownYet.
+        Changes nothing. Waits for colder tiers for about `seconds`.
         """
         if not self.enabled:
             return 0, 0, "the prefix cache is off"
-        found = self._finder.find(tokens, salt, touch=False, seconds=seconds)
-        return found.length, self._finder.in_memory(found, tokens), self._finder.why_not_more(found, tokens, salt)
+        hot = self._finder.in_memory(tokens, salt)
+        try:
+            found = self._finder.find(tokens, salt, touch=False, seconds=seconds)
+        except NotKnownYet:
+            return hot, hot, LATE
+        return found.length, hot, self._finder.why_not_more(found, tokens, salt)
 
     # All of it
 

@@ -121,9 +121,10 @@ class Finder:
                     break
         return Found(match, [Link(node, None, {}) for node in nodes], length, match.length)
 
-    def in_memory(self, found: Found, tokens: list[int]) -> int:
-        """How many of `tokens` a sequence could start from if there were no tiers."""
-        return self._in_memory(found.match, as_bytes(tokens), len(tokens) - 1, touch=False).length
+    def in_memory(self, tokens: list[int], salt: str) -> int:
+        """How many of `tokens` a sequence could start from if there were no tiers; changes nothing."""
+        data, limit = as_bytes(tokens), len(tokens) - 1
+        return self._in_memory(self._index.match(data, salt, limit, touch=False), data, limit, touch=False).length
 
     def whole_blocks(self, found: Found) -> Found:
         """Only what needs no block of its own, neither copied nor taken over."""

@@ -67,6 +67,8 @@ class Config:
     # Whether tokens are chosen by MLX, as in earnest, or on the host.
     device: bool
     model: int = 0
+    # Every n-th turn the tier has no answer yet; 0: it always has one at once.
+    late_answers: int = 0
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> "Config":
@@ -141,6 +143,7 @@ def make_config(random: Random) -> Config:
         write_through=random.random() < 0.3,
         write_budget=random.choice((None, None, None, 30_000)),
         device=random.random() < 0.01,
+        late_answers=random.choice((0, 0, 2, 5)),
     )
 
 

@@ -126,6 +126,8 @@ class World:
         for tier in engine.prefix.tiers:
             for name in ("find", "tails", "offer", "expect", "read"):
                 setattr(tier, name, self._trap("tier", getattr(tier, name)))
+            for name in ("find", "tails"):
+                setattr(tier, name, self._late(getattr(tier, name)))
 
     def _trap(self, site: str, function: Callable[..., Result]) -> Callable[..., Result]:
         def trapped(*arguments: Any, **options: Any) -> Result:
@@ -136,6 +138,17 @@ class World:
             return function(*arguments, **options)
 
         return trapped
+
+    def _late(self, function: Callable[..., Result]) -> Callable[..., Result | None]:
+        """A tier that has to ask elsewhere does not always know at once."""
+
+        def answered(*arguments: Any, **options: Any) -> Result | None:
+            if self.config.late_answers and self.turns % self.config.late_answers == 0:
+                self.counts["late answers"] += 1
+                return None
+            return function(*arguments, **options)
+
+        return answered
 
     def _blame_current(self) -> None:
         """Whom the engine works for, and who is ending just now."""
