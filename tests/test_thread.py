@@ -263,7 +263,7 @@ def test_a_model_that_raises_fails_the_requests_of_that_step_alone():
                 raise ValueError("no room in this model")
             return model(inputs, cache=cache)
 
-        running.thread.call(lambda engine: setattr(engine, "model", fails)).result(60)
+        running.thread.call(lambda engine: setattr(engine.runner, "model", fails)).result(60)
         victim = Collected(tokens(60, 2), 5)
         running.start(victim)
         error = victim.result()
