@@ -174,40 +174,25 @@ class DiskTier:
         if buffer is None:
             self._shared.discard()
             return False
-        filled = False
         try:
             fill(buffer[image.header_size :])
-            filled = True
-        finally:
-            if not filled:
-                self._give(buffer)
-        buffer[: image.header_size] = image.header(self._hash, address)
-        # Here, while the processor's cache has it.
-        checksum = xxhash.xxh3_128_digest(buffer)
+            buffer[: image.header_size] = image.header(self._hash, address)
+            # Here, while the processor's cache has it.
+            checksum = xxhash.xxh3_128_digest(buffer)
+        except BaseException:
+            self._shared.staging.give(buffer)
+            raise
         self._writer.write(Row(Name(self._model, address.key, part), address, image.size, checksum), buffer)
         return True
 
     def _take(self, size: int, wait: bool) -> memoryview | None:
-        shared = self._shared
-        with shared.lock:
-            while not self._closed and shared.failed is None and size <= shared.staging.limit:
-                buffer = shared.staging.take(size)
-                if buffer is not None or not wait:
-                    return buffer
-                if self._threads:
-                    shared.room.wait()
-                    continue
-                # All buffers are with the writer, which has no thread.
-                shared.lock.release()
-                try:
-                    self._writer.step()
-                finally:
-                    shared.lock.acquire()
-        return None
-
-    def _give(self, buffer: memoryview) -> None:
-        with self._shared.lock:
-            self._shared.staging.give(buffer)
+        staging = self._shared.staging
+        if self._threads:
+            return staging.take(size, wait)
+        while (buffer := staging.take(size)) is None and wait and not staging.closed and size <= staging.limit:
+            # All buffers are with the writer, which has no thread.
+            self._writer.step()
+        return buffer
 
     def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
         with self._shared.lock:
@@ -294,7 +279,7 @@ class DiskTier:
                 evicted=counts.evicted,
                 discarded=counts.discarded,
                 corrupt=counts.corrupt,
-                queued_bytes=counts.queued_bytes,
+                queued_bytes=self._shared.staging.taken,
                 failed=self._shared.failed,
             )
 
@@ -325,13 +310,13 @@ class DiskTier:
             path.touch(0o600)
             path.write_bytes(content)
         self._closed = True
+        self._shared.staging.close()
         self._folder.release()
 
     def close(self) -> None:
         # Every step may be done twice: a close that was interrupted is finished by the next.
-        with self._shared.lock:
-            self._closed = True
-            self._shared.room.notify_all()
+        self._closed = True
+        self._shared.staging.close()
         self._readers.stop()
         self._writer.stop()
         with self._asking:

@@ -1,20 +1,19 @@
 """What the engine's thread, the writer and the readers of a disk tier share: what it was opened with, and what changes.
 
-One lock guards all of `Shared`, and nothing is read from or written to the disk while it is held. Each condition is for
-one kind of waiter: `work` for the writer, `room` for offers that wait for a buffer.
+One lock guards all of `Shared` but the buffers, and nothing is read from or written to the disk while it is held. The
+writer waits for `work`; offers wait for a buffer (`staging`).
 """
 
 import logging
 import sqlite3
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Lock
-
-import numpy as np
 
 from .files import CLOCK, Clock
 from .folder import Folder
 from .rows import Row, Use
+from .staging import Staging
 
 log = logging.getLogger("onekv.tiers")
 
@@ -64,38 +63,13 @@ class Counts:
     evicted: int = 0
     discarded: int = 0
     corrupt: int = 0
-    queued_bytes: int = 0
-
-
-@dataclass
-class Staging:
-    """Buffers for parts on their way out: all of them together, in use or not, take at most `limit` bytes."""
-
-    limit: int
-    total: int = 0
-    _free: dict[int, list[memoryview]] = field(default_factory=dict)
-
-    def take(self, size: int) -> memoryview | None:
-        if free := self._free.get(size):
-            return free.pop()
-        for others in self._free.values():
-            while others and self.total + size > self.limit:
-                self.total -= len(others.pop())
-        if self.total + size > self.limit:
-            return None
-        self.total += size
-        # Not set to zero: it will be filled.
-        return np.empty(size, np.uint8).data
-
-    def give(self, buffer: memoryview) -> None:
-        self._free.setdefault(len(buffer), []).append(buffer)
 
 
 class Shared:
     def __init__(self, folder: Folder, staging: int, clock: Clock = CLOCK) -> None:
         self._folder, self.clock = folder, clock
         self.lock = Lock()
-        self.work, self.room = Condition(self.lock), Condition(self.lock)
+        self.work = Condition(self.lock)
         self.counts = Counts()
         self.staging = Staging(staging)
         # What has not been stored yet.
@@ -124,9 +98,7 @@ class Shared:
     def give_back(self, part: NewPart) -> None:
         """The part's buffer is free, if it was not before. The lock is held."""
         if part.buffer is not None:
-            self.counts.queued_bytes -= part.row.size
             self.staging.give(part.buffer)
-            self.room.notify_all()
             part.buffer = None
 
     def refused(self, error: OSError) -> None:
@@ -160,7 +132,7 @@ class Shared:
             # that the content is wrong, or led to what nobody thought of: the next start does without it.
             self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
             self.work.notify_all()
-            self.room.notify_all()
+        self.staging.close()
         expected = isinstance(reason, (OSError, sqlite3.Error))
         log.error(
             "The disk cache %s is out of use until the next start: %s.",

@@ -40,7 +40,6 @@ class Writer:
         with self.shared.lock:
             part = NewPart(row, buffer, self._use())
             self.shared.pending[part.part] = part
-            self.shared.counts.queued_bytes += row.size
             if not (self._tasks and self._tasks[-1].join(part)):
                 self._tasks.append(Write([part]))
             self._wake()
