@@ -33,7 +33,7 @@ from .image import Image
 from .index import DiskIndex
 from .limited import LimitedStore
 from .reader import Load, Readers
-from .rows import Name, Row, State
+from .rows import Name, Row, Status
 from .shared import Setup, Shared
 from .store import LEAST_LIMIT, Store, open_index
 from .writer import Writer
@@ -140,7 +140,7 @@ class DiskTier:
                 return self._shared.failed is None
             if (key, part) in self._shared.damaged:
                 return False
-        return self._question(lambda index: index.state(Name(self._model, key, part)) == State.READY, False)
+        return self._question(lambda index: index.status(Name(self._model, key, part)) == Status.READY, False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
         """What the index says; `nothing` if it has failed or is about to be emptied."""
