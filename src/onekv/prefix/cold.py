@@ -161,7 +161,7 @@ class Cold:
         return best
 
     def _find(self, keys: list[bytes]) -> dict[bytes, frozenset[int]]:
-        return {key: entry.parts for key, entry in self.tier.find(keys).items()} if keys else {}
+        return {key: entry.parts for key, entry in (self.tier.find(keys) or {}).items()} if keys else {}
 
     def _following(self, parent: bytes, tokens: bytes, first: int) -> Iterator[Entry]:
         """The whole blocks after `first` of them that the tier has enough of.
@@ -178,7 +178,7 @@ class Cold:
                 key = self._index.key_after(parent, block)
                 addresses.append(Address(key, parent, start // TOKEN_BYTES, block))
                 parent = key
-            found = self.tier.find([address.key for address in addresses])
+            found = self.tier.find([address.key for address in addresses]) or {}
             for address in addresses:
                 entry = found.get(address.key)
                 if entry is not None and entry.address != address:
@@ -191,7 +191,7 @@ class Cold:
     def _tail(self, parent: bytes, start: int, tokens: bytes) -> Entry | None:
         """The longest partial block after `parent`, which ends at `start`, that `tokens` begin with."""
         entries = []
-        for entry in self.tier.tails(parent):
+        for entry in self.tier.tails(parent) or []:
             part = entry.address.tokens
             right = Address(self._index.key_after(parent, part), parent, start, part)
             if entry.address == right and self._usable(entry) and tokens.startswith(part):

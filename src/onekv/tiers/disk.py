@@ -6,8 +6,9 @@
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
 written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
-at every instant. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is
-gone, ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
+at every instant. The index answers at once, so `find` and `tails` need no `seconds`. Every trouble with files costs the
+parts it concerns; trouble with the index, or a folder that is gone, ends the tier: then it has nothing, takes nothing,
+and says why (`stats().failed`).
 
 For a simulation, `DiskTier(threads=False, files=..., clock=...)` is the same tier, driven from outside (see `files`).
 Nothing happens on its own then: the writer does a task when `work` is called, and what has to wait for it (`flush`,
@@ -127,14 +128,15 @@ class DiskTier:
         if shared.counts.evicted:
             index.shrink()
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry]:
         entries = self._ask(lambda index: list(index.find(self._model, keys)))
         return {entry.address.key: entry for entry in entries}
 
-    def tails(self, parent: bytes) -> list[Entry]:
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry]:
         return self._ask(lambda index: index.tails(self._model, parent))
 
     def has(self, key: bytes, part: int) -> bool:
+        """Whether the part is there, or on its way there."""
         with self._shared.lock:
             if (key, part) in self._shared.pending:
                 return self._shared.failed is None
