@@ -35,7 +35,7 @@ WRITES = 8
 LATEST = 2**63 - 1
 # Names in one query.
 _QUERY = 500
-Item = TypeVar("Item")
+Each = TypeVar("Each")
 
 
 class DiskIndex:
@@ -306,7 +306,7 @@ class DiskIndex:
         db.execute("UPDATE total SET parts = parts + ?, bytes = bytes + ?", (parts, size))
 
 
-def _batches(rows: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def _batches(rows: Sequence[Each]) -> Iterator[Sequence[Each]]:
     for start in range(0, len(rows), BATCH):
         yield rows[start : start + BATCH]
 
