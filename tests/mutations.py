@@ -26,8 +26,8 @@ from onekv.prefix.index import Index
 from onekv.prefix.lease import Lease
 from onekv.prefix.store import Store
 from onekv.sim.script import run_seed
-from onekv.tiers.reader import Readers
-from onekv.tiers.writer import Writer
+from onekv.tiers.limited import LimitedStore
+from onekv.tiers.reader import Load
 
 SEED, STEPS_PER_SEED = 5000, 600
 
@@ -48,9 +48,9 @@ MUTATIONS = {
     "all salts share one tree": Mutation(
         Index, "root", "if salt not in self.roots:", "salt = ''\n    if salt not in self.roots:"
     ),
-    "a checksum is not checked": Mutation(Readers, "_load", "digest.digest() != row.checksum", "False"),
+    "a checksum is not checked": Mutation(Load, "_read", "digest.digest() != row.checksum", "False"),
     "a part that could not be read counts as read": Mutation(
-        Readers, "_load_one", "self._load(row, target) or True", "bool(self._load(row, target)) or True"
+        Load, "run", "self.ended = True", "self.ended, self.problem = True, None"
     ),
     "a snapshot counts at a shorter length": Mutation(
         Finder, "_pieces", "end == node.end and self._snapshots", "self._snapshots"
@@ -112,7 +112,7 @@ MUTATIONS = {
         Lease, "loaded", "self.sequence.length = loading.length", "self.sequence.length = loading.length - 1"
     ),
     "the limit of the disk is not held": Mutation(
-        Writer, "make_room", "if not victims:", "return True\n        if not victims:"
+        LimitedStore, "make_room", "if not victims:", "return True\n        if not victims:"
     ),
     "an unpinned block stays pinned": Mutation(
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"
