@@ -27,18 +27,42 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ...device import Kind
 from ...formats import Codec
-from ...formats.affine import Affine
 from ...formats.centre import Rope
 from ...formats.rotation import rotation
-from ...formats.turbo import Turbo, codebook
 from ...layout import KVLayer
+from ...pairs import Grid
 from ...pool import LayerArrays
-from ..pairs import Grid
+from ..base import Backend, Call
+from ..layer import Pair
 from .plain import LEAST, THREAD_BLOCKS, THREADS, zero_counters
 from .source import Constants, define, kernel_name, read
 
 DIM = 128
+
+
+class CudaEncoded(Backend):
+    stores = True
+
+    @classmethod
+    def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
+        fits = layer.k_dim == layer.v_dim == DIM and block_size % 16 == 0 and layer.dtype in (mx.bfloat16, mx.float16)
+        known = layer.keys.codes is not None and layer.values.codes is not None
+        return device == "cuda" and fits and known
+
+    def decode(self, call: Call, new: Pair | None) -> mx.array | None:
+        step, kv, layer, turns = call.step, self.kv, self.kv.layer, None
+        # Rows of a tile, and with centres what fits shared memory.
+        most = 16 if layer.centre is None else 8
+        reach = step.reach(call.mask)
+        if reach is None or call.queries.shape[1] > most * layer.heads:
+            return None
+        if layer.centre is not None:
+            turns = kv.turns.starts(layer.centre.rope, layer.k_dim, max(step.lengths) + 1)
+        return encoded_decode(
+            call.queries, kv.arrays, layer, new, step.grid, step.positions, reach, call.scale, call.sinks, turns
+        )
 
 
 @cache
@@ -53,18 +77,6 @@ def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     )
 
 
-def most_queries(stored: KVLayer) -> int:
-    """How many query heads may share a KV head: rows of a tile, and with centres what fits shared memory."""
-    return 16 if stored.centre is None else 8
-
-
-def supported(stored: KVLayer, block_size: int) -> bool:
-    """Whether the kernel can read a layer stored like this."""
-    fits = stored.k_dim == stored.v_dim == DIM and block_size % 16 == 0 and stored.dtype in (mx.bfloat16, mx.float16)
-    known = all(isinstance(codec, Affine | Turbo) for codec in (stored.keys, stored.values))
-    return mx.cuda.is_available() and fits and known
-
-
 @cache
 def _constants(keys: Codec, values: Codec) -> mx.array:
     """Signs, codebooks and tables of pairs, one after the other."""
@@ -77,15 +89,15 @@ def _constants(keys: Codec, values: Codec) -> mx.array:
 
 def _levels(codec: Codec) -> "np.ndarray[Any, Any]":
     """What a code stands for when a row is encoded; 16 numbers."""
-    if isinstance(codec, Turbo):
-        return np.resize(codebook(DIM, codec.bits)[0], 16)
-    return np.zeros(16)
+    book = codec.codes.book if codec.codes is not None else None
+    return np.resize(np.array(book.entries), 16) if book is not None else np.zeros(16)
 
 
 def _table(codec: Codec) -> "np.ndarray[Any, Any]":
     """The two numbers of each byte's pair of codes, [256 * 2]."""
-    if isinstance(codec, Turbo):
-        return np.array(codec.read_table).view(np.float32)
+    book = codec.codes.book if codec.codes is not None else None
+    if book is not None:
+        return np.array(book.pairs).view(np.float32)
     octets = np.arange(256)
     return np.stack([octets % 16 - 8, octets // 16 - 8], axis=-1).reshape(-1)
 
@@ -117,8 +129,8 @@ def encoded_decode(
 
     A centred layer needs the `turns.starts` of all positions.
     """
-    keys, values = stored.keys, stored.values
-    assert isinstance(keys, Affine | Turbo) and isinstance(values, Affine | Turbo)
+    keys, values = stored.keys.codes, stored.values.codes
+    assert keys is not None and values is not None
     heads, slots = arrays.all[0].shape[:2]
     rows, query_heads = queries.shape[:2]
     blocks, splits = grid.split(heads, reach, THREAD_BLOCKS, LEAST)
@@ -129,8 +141,8 @@ def encoded_decode(
             ("G", query_heads // heads),
             ("KBITS", keys.bits),
             ("VBITS", values.bits),
-            ("KAFFINE", isinstance(keys, Affine)),
-            ("VAFFINE", isinstance(values, Affine)),
+            ("KAFFINE", keys.book is None),
+            ("VAFFINE", values.book is None),
             ("BS", grid.block_size),
             ("SLOTS", slots),
             ("SCALE", float(scale)),
@@ -142,7 +154,7 @@ def encoded_decode(
     new_k, new_v = new if new is not None else (queries, queries)
     counters = zero_counters(rows * heads)
     k, v = arrays.keys, arrays.values
-    numbers = _constants(keys, values)
+    numbers = _constants(stored.keys, stored.values)
     centred = (numbers, numbers, numbers)
     if stored.centre is not None:
         assert turns is not None

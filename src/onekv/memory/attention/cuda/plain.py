@@ -4,13 +4,13 @@ One thread block per (row, KV head, split); a split is a range of the row's bloc
 head joins the splits, and the sink. `counters` tells which that is: zeros, which the last one leaves as it found them;
 all calls share it, because on the one stream there is they run one after the other.
 
-It does what `paged.paged_decode` does, for the shapes that `supported` names, in fewer operations for the host to
+It does what `paged.paged_decode` does, for the shapes that `CudaPlain` supports, in fewer operations for the host to
 start and close to the speed of memory (figures in benchmarks/). Each of four warps takes 16 tokens at a time
 through the tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then
 weights * V, with a running maximum and sum per query head. How a dimension maps to a lane is free as long as both sides
 of a product agree, so every lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first:
-the kernel writes into the pool, an input, which MLX does not know (see `layers.PagedLayer`). Only that warp reads or
-writes that slot, and blocks that are written are never shared.
+the kernel writes into the pool, an input, which MLX does not know (docs/memory.md says why that is sound). Only that
+warp reads or writes that slot, and blocks that are written are never shared.
 """
 
 from functools import cache
@@ -18,8 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...device import Kind
+from ...layout import KVLayer
+from ...pairs import Grid
 from ...pool import LayerArrays
-from ..pairs import Grid
+from ..base import Backend, Call
+from ..layer import Pair
 from .source import Constants, define, kernel_name, read
 
 THREADS = 128
@@ -27,6 +31,27 @@ THREADS = 128
 THREAD_BLOCKS = 396
 # A split is of at least so many tokens.
 LEAST = 256
+
+
+# Queries that share a KV head are the rows of a tile.
+MOST_QUERIES = 16
+
+
+class CudaPlain(Backend):
+    stores = True
+
+    @classmethod
+    def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
+        k_dim, v_dim = layer.k_dim, layer.v_dim
+        fits = 0 < k_dim <= 256 and k_dim % 32 == 0 and 0 < v_dim <= 256 and v_dim % 64 == 0 and block_size % 16 == 0
+        return device == "cuda" and layer.plain and fits and layer.dtype in (mx.bfloat16, mx.float16)
+
+    def decode(self, call: Call, new: Pair | None) -> mx.array | None:
+        step, arrays = call.step, self.kv.arrays
+        reach = step.reach(call.mask)
+        if reach is None or call.queries.shape[1] > MOST_QUERIES * self.kv.layer.heads:
+            return None
+        return cuda_decode(call.queries, arrays, new, step.grid, step.positions, reach, call.scale, call.sinks)
 
 
 @cache
@@ -46,13 +71,6 @@ def zero_counters(count: int) -> mx.array:
     counters = mx.zeros(count, mx.int32)
     mx.eval(counters)
     return counters
-
-
-def supported(arrays: LayerArrays, block_size: int) -> bool:
-    """Whether the kernels can read these arrays."""
-    k_dim, v_dim = arrays.k.shape[2], arrays.v.shape[2]
-    fits = 0 < k_dim <= 256 and k_dim % 32 == 0 and 0 < v_dim <= 256 and v_dim % 64 == 0 and block_size % 16 == 0
-    return mx.cuda.is_available() and fits and arrays.k.dtype in (mx.bfloat16, mx.float16)
 
 
 def cuda_decode(
