@@ -19,7 +19,13 @@ SETTINGS = {"kv_memory": "4MB", "block_size": 16, "max_batch": 2, "prefill_chunk
 
 @pytest.fixture(scope="module")
 def model():
-    return small_llama(5, num_hidden_layers=LAYERS, intermediate_size=64, num_key_value_heads=HEADS, head_dim=DIM)
+    """One whose answers change with every detail of its KV."""
+    made = small_llama(7, num_hidden_layers=LAYERS, intermediate_size=64, num_key_value_heads=HEADS, head_dim=DIM)
+    for layer in made.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.o_proj):
+            projection.weight = 10 * projection.weight
+    mx.eval(made.parameters())
+    return made
 
 
 def generated(model, **settings) -> list[list[int]]:
@@ -81,7 +87,9 @@ class RoundTrip(KVCache):
 
 
 def test_a_registered_format_stores_and_answers(absmax8, model):
-    assert generated(model, kv_format="absmax8") == greedy(model, RoundTrip)
+    expected = greedy(model, RoundTrip)
+    assert expected != greedy(model, KVCache)
+    assert generated(model, kv_format="absmax8") == expected
     with LLM(model, **SETTINGS, kv_format="absmax8") as llm:
         pool = llm.engine.memory.pools[0]
         assert {str(array.dtype) for array in pool.arrays()} == {"mlx.core.int8", "mlx.core.float16"}
