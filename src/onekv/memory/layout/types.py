@@ -73,6 +73,11 @@ class KVLayer:
         return self.format.values(self.v_dim, self.dtype)
 
     @property
+    def plain(self) -> bool:
+        """Whether keys and values are stored as the model has them."""
+        return self.keys.plain and self.values.plain
+
+    @property
     def codecs(self) -> str:
         """Names what decides the bytes of a stored token."""
         centre = f"-{self.centre.name}" if self.centre is not None else ""
@@ -134,11 +139,6 @@ class Layout:
     def sequence_bytes(self) -> int:
         """Bytes of recurrent state of one sequence."""
         return sum(state.sequence_bytes for state in self.states)
-
-    @property
-    def codecs(self) -> str:
-        """Names everything that decides what a stored token's bytes are."""
-        return " ".join(layer.codecs for group in self.groups for layer in group.layers)
 
     def leaves(self, caches: Sequence[Any]) -> Iterator[tuple[Leaf, Any]]:
         """Where each of a model's caches, or part of a composite, is kept."""

@@ -9,9 +9,11 @@ from mlx.nn.layers.base import Module
 from ...config import Settings
 from ...errors import MemoryBudgetError
 from ...units import format_size, parse_size
+from ..device import kind
 from ..formats import parse
 from ..layout import Layout
 from ..layout.calibration import centred
+from ..layout.fingerprint import stored_as
 from ..layout.reader import read_layout
 from ..layout.stored import encoded
 from ..pool.table import blocks_needed
@@ -56,7 +58,7 @@ class Plan:
     @property
     def stored_as(self) -> str:
         """Names what decides, besides the model, what the bytes of a stored block are."""
-        return f"{self.layout} {self.layout.codecs} {self.block_size}"
+        return stored_as(self.layout, self.block_size)
 
     @property
     def staging(self) -> int:
@@ -107,7 +109,7 @@ def make_plan(model: Module, settings: Settings, context: int | None, calibratio
     layout = centred(layout, model, calibration)
     device = read_device()
     weights = weight_bytes(model)
-    chunk = settings.prefill_chunk or (2048 if mx.default_device() == mx.gpu else 512)
+    chunk = settings.prefill_chunk or (512 if kind() == "cpu" else 2048)
     # Weights that are loaded are already missing from what is available.
     device = replace(device, available=device.available + min(weights, mx.get_active_memory()))
     rest = max(0, device.available - weights - MARGIN - SCORES)
