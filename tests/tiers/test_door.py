@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from architectures import build
 from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.plan import Plan, make_plan
+from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.tiers.base import STATES, Address, Entry, Target, TierStats
 
 BLOCK = 16
