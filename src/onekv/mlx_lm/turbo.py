@@ -86,7 +86,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
             return parts
         wanted = self.offset + max(count, self.offset // ROOM)
         capacity = (wanted + self.step - 1) // self.step * self.step
-        made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.parts]
+        made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.planes]
         if parts is not None and self.offset:
             for old, part in zip(parts, made, strict=True):
                 part[..., : self.offset, :] = old[..., : self.offset, :]
