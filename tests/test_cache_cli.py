@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent / "tiers"))
 
 from disk_parts import files, open_tier, store
 
-from onekv.cache_cli import ago
 from onekv.cli import main
+from onekv.cli.cache_folder import ago
 from terminal import PATIENCE, UNINTERRUPTED
 from test_cli import ONEKV, refused
 

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from onekv import __version__
-from onekv.cli import main
+from onekv.cli import COMMANDS, main
 from terminal import PATIENCE, UNINTERRUPTED
 
 ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
@@ -50,7 +51,22 @@ def refused(result: tuple[int, str, str]) -> str:
 # Help
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo", "bench", "bench decode", "bench mlx-lm"])
+def test_help_and_version_import_no_mlx():
+    """In a process of its own, where nothing else has imported it."""
+    code = (
+        "import sys; from onekv.cli import COMMANDS, main\n"
+        "for argv in (['--version'], ['--help'], *([name, '--help'] for name in COMMANDS if name != 'mlx-server')):\n"
+        "    try: main(argv)\n"
+        "    except SystemExit as exit: assert not exit.code, argv\n"
+        "    assert not {'mlx', 'mlx_lm', 'numpy', 'transformers'} & set(sys.modules), argv"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name != "mlx-server"] + ["bench decode", "bench mlx-lm", "bench soak"]
+)
 def test_help_has_an_example(run, command):
     status, out, _ = run(*command.split(), "--help")
     assert status == 0
@@ -71,9 +87,8 @@ def test_help_of_the_mlx_server_has_both_programs_flags():
 def test_help_lists_the_commands_and_examples(run):
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("generate", "chat", "plan", "demo", "bench"):
-        assert f"\n    {command} " in out
-    assert "\n    mlx-server" in out
+    for command in COMMANDS:
+        assert re.search(f"\n    {command}[ \n]", out)
     assert "examples:\n  onekv chat" in out
 
 
