@@ -9,14 +9,20 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from onekv import __version__
 from onekv.cli import COMMANDS, main
+from onekv.cli.bench import SERVER, SERVERS_NEED
+from onekv.config import tomllib
 from terminal import PATIENCE, UNINTERRUPTED
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+# Those that `SERVERS_NEED` is not about.
+BENCHES = ("decode", "reuse", "disk", "index", "quality", "formats", "mlx_lm")
 ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
 
 pytestmark = pytest.mark.usefixtures("smollm2_path")
@@ -322,6 +328,36 @@ def test_bench_decode_writes_its_figures(run, tmp_path):
     for name in ("prefill_ratio", "decode_ratio", "prefill_tokens_per_s", "decode_mlx_lm"):
         assert math.isfinite(result[name])
         assert result[name] > 0
+
+
+def without(packages: Iterable[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Python without these packages, as where they are not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(packages)!r})); {code}"
+    argv = [sys.executable, "-c", code]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+def required(requirements: list[str]) -> set[str]:
+    """The packages that are imported for `requirements`."""
+    return {re.split(r"[<>=; ]", each)[0].replace("-", "_") for each in requirements}
+
+
+@pytest.mark.parametrize("package", SERVERS_NEED)
+@pytest.mark.parametrize("bench", ["serve", "soak"])
+def test_a_benchmark_that_needs_more_packages_says_which(bench, package):
+    done = without([package], f"from onekv.cli import main; sys.exit(main(['bench', {bench!r}]))")
+    line = f"onekv: this benchmark needs {package}; install it with: pip install {SERVERS_NEED[package]}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+def test_the_other_benchmarks_need_the_core_install_alone():
+    extras = required(PROJECT["project"]["optional-dependencies"]["server"])
+    assert {name for name, source in SERVERS_NEED.items() if source == SERVER} == extras
+    # huggingface-hub and pypi-simple, which are of the core, bring these two.
+    more = (extras | required(PROJECT["dependency-groups"]["dev"]) | {"numba"}) - {"httpx2", "pydantic"}
+    modules = ", ".join(f"onekv.bench.{name}" for name in BENCHES)
+    done = without(more, f"import {modules}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_demo_holds_three_turns_and_prints_a_table(run):

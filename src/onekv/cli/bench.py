@@ -40,7 +40,7 @@ def define(command: argparse.ArgumentParser) -> None:
 
 def _add(benches: Any, name: str, text: str, example: str, needs: dict[str, str] | None = None) -> Any:
     def run(arguments: argparse.Namespace) -> int | None:
-        check_installed(name, needs or {})
+        _check_installed(needs or {})
         _check_json(arguments)
         module = import_module(f"..bench.{name.replace('-', '_')}", __package__)
         result: int | None = module.run(arguments)
@@ -51,11 +51,10 @@ def _add(benches: Any, name: str, text: str, example: str, needs: dict[str, str]
     return command
 
 
-def check_installed(name: str, needs: dict[str, str]) -> None:
-    """Raises SettingError with the first package that is missing and how it is installed."""
+def _check_installed(needs: dict[str, str]) -> None:
     for package, source in needs.items():
         if find_spec(package) is None:
-            raise SettingError(f"onekv bench {name} needs {package}; install it with: pip install {source}")
+            raise SettingError(f"this benchmark needs {package}; install it with: pip install {source}")
 
 
 def _check_json(arguments: argparse.Namespace) -> None:
