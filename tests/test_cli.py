@@ -18,7 +18,7 @@ from onekv import __version__
 from onekv.cli import COMMANDS, main
 from onekv.cli.bench import SERVER, SERVERS_NEED
 from onekv.config import tomllib
-from terminal import PATIENCE, UNINTERRUPTED
+from terminal import PATIENCE, UNINTERRUPTED, Terminal
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 # Those that `SERVERS_NEED` is not about.
@@ -238,50 +238,50 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, monkeypatch):
     assert "raise --kv-memory (now 7.63 MiB); /new starts over" in err
 
 
+def ask(chat: Terminal, question: str) -> str:
+    chat.sendline(question)
+    chat.until(question + "\r\n")
+    return chat.until("\r\n> ")
+
+
 def test_chat_in_a_terminal(terminal):
     """Answers stream; Ctrl-C stops an answer and not the program; /new forgets; Ctrl-D leaves."""
     chat = terminal(ONEKV, "chat", "--kv-memory", "64MiB", "--max-tokens", "300")
-    chat.expect("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
-    chat.expect("> ")
+    chat.until("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
+    chat.until("> ")
     question = "What is the capital of France?"
-    first = chat.ask(question)
+    first = ask(chat, question)
     assert "Paris" in first
 
     # Between printing its prompt and reading, Python's input() does not notice Ctrl-C; no person is that fast.
     time.sleep(0.5)
-    chat.type("\x03")
-    chat.expect("\r\n> ")
+    chat.sendcontrol("c")
+    chat.until("\r\n> ")
 
     long = "Write a long story about a clockmaker."
-    chat.type(long + "\n")
-    chat.expect(long + "\r\n")
-    while len(chat.seen) < 20:
-        assert chat.read()
-    assert "> " not in chat.seen
-    chat.type("\x03")
-    chat.expect(" [stopped]\r\n> ")
+    chat.sendline(long)
+    chat.until(long + "\r\n")
+    chat.expect("(?s).{20}")
+    assert "> " not in chat.after
+    chat.sendcontrol("c")
+    chat.until(" [stopped]\r\n> ")
 
-    chat.type("/new\n")
-    chat.expect("/new\r\n> ")
-    assert chat.ask(question) == first
+    chat.sendline("/new")
+    chat.until("/new\r\n> ")
+    assert ask(chat, question) == first
 
-    chat.type("\x04")
-    while chat.read():
-        pass
-    assert "Traceback" not in chat.seen
-    assert chat.process.wait(PATIENCE) == 0
+    chat.sendcontrol("d")
+    assert chat.end() == 0
 
 
 def test_chat_in_a_terminal_takes_ctrl_c_also_where_it_was_ignored(terminal):
     chat = terminal(*UNINTERRUPTED, ONEKV, "chat", "--kv-memory", "32MiB")
-    chat.expect("\r\n> ")
+    chat.until("\r\n> ")
     time.sleep(0.5)
-    chat.type("\x03")
-    chat.expect("\r\n> ")
-    chat.type("\x04")
-    while chat.read():
-        pass
-    assert chat.process.wait(PATIENCE) == 0
+    chat.sendcontrol("c")
+    chat.until("\r\n> ")
+    chat.sendcontrol("d")
+    assert chat.end() == 0
 
 
 def test_ctrl_c_that_is_ignored_ends_nothing():
