@@ -48,7 +48,7 @@ def serve(model: str, server: ServerSettings, engine: Settings) -> None:
         from ..server.serve import serve
     except ModuleNotFoundError as error:
         raise SettingError(f"the server needs {error.name}; install it with: pip install 'onekv[server]'") from None
-    status = reported(lambda: serve(model, server, vars(engine)))
+    status = reported(lambda: serve(model, server, engine))
     # All is stored and closed, or was never there. MLX frees what the engine's thread compiled when that thread ends,
     # which is after Python has joined it, and needs the interpreter for it: if that is being taken down, it aborts.
     sys.stdout.flush()
