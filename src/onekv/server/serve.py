@@ -7,10 +7,10 @@ import signal
 import socket
 import sys
 from functools import partial
-from typing import Any
 
 import uvicorn
 
+from ..config import Settings
 from ..errors import SettingError
 from ..report import plan_table
 from ..units import format_size
@@ -22,7 +22,7 @@ from .settings import ServerSettings
 BACKLOG = 2048
 
 
-def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
+def serve(model: str, settings: ServerSettings, engine: Settings) -> None:
     """Blocks until SIGINT or SIGTERM; running requests then get `--grace` seconds."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     # Wrong keys, or an address that is taken, should not show only after a model was loaded.
@@ -34,7 +34,7 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         default_max_tokens=settings.default_max_tokens,
-        **engine,
+        **vars(engine),
     )
     backend.start()
     # Before anyone is told the address.
