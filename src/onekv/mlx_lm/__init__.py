@@ -12,7 +12,7 @@ from .version import check_version
 check_version()
 
 from .kv import BatchKVCache, KVCache  # noqa: E402
-from .patch import install, installed, is_installed, uninstall  # noqa: E402
+from .patch import REPLACES, install, installed, is_installed, replaced, uninstall  # noqa: E402
 from .prompt_cache import LRUPromptCache  # noqa: E402
 from .rotating import RotatingKVCache  # noqa: E402
 from .rotating_batch import BatchRotatingKVCache  # noqa: E402
@@ -21,6 +21,7 @@ from .turbo import TurboQuantKVCache, to_turbo  # noqa: E402
 from .version import UnsupportedMlxLm  # noqa: E402
 
 __all__ = [
+    "REPLACES",
     "BatchKVCache",
     "BatchRotatingKVCache",
     "KVCache",
@@ -32,6 +33,7 @@ __all__ = [
     "install",
     "installed",
     "is_installed",
+    "replaced",
     "to_turbo",
     "uninstall",
 ]
