@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from onekv.engine.engine import Engine
 from onekv.engine.thread import EngineThread
-from onekv.memory.blocks import Blocks
 from onekv.memory.kv import KVMemory
 from onekv.memory.pool import Pool
-from onekv.memory.table import Table
+from onekv.memory.pool.blocks import Blocks
+from onekv.memory.pool.table import Table
 from onekv.prefix import restore
 from onekv.prefix.cache import PrefixCache
 from onekv.prefix.eviction import Eviction

@@ -9,9 +9,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.memory.kv import KVMemory
-from onekv.memory.layout import read_layout
+from onekv.memory.layout.reader import read_layout
 from onekv.memory.plan import make_plan
-from onekv.memory.sequence import Sequence
+from onekv.memory.pool.sequence import Sequence
 from onekv.tiers.opening import open_tier
 
 

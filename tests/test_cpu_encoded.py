@@ -11,12 +11,13 @@ import pytest
 
 from encoded_reference import Case
 from onekv import LLM
-from onekv.memory import cpu_encoded, cpu_kernel
-from onekv.memory.cpu_encoded import encoded_decode, supported
+from onekv.memory.attention.numba import encoded as cpu_encoded
+from onekv.memory.attention.numba import kernel as cpu_kernel
+from onekv.memory.attention.numba.encoded import encoded_decode, supported
+from onekv.memory.attention.turns import Turns
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Rope
 from onekv.memory.layout import KVLayer, Rule
-from onekv.memory.turns import Turns
 from rise import Rise
 from stock import engine_of, small_llama
 from test_prefix_exact import run, tokens
@@ -194,7 +195,7 @@ def in_new_process(before: str = "", **environment: str) -> str:
 
 def test_what_is_compiled_is_kept_and_said_once(tmp_path):
     assert in_new_process(NUMBA_CACHE_DIR=str(tmp_path)).count("compiling attention over encoded KV") == 1
-    assert list(tmp_path.rglob("cpu_kernel.decode*.nbi"))
+    assert list(tmp_path.rglob("kernel.decode*.nbi"))
     assert "compiling" not in in_new_process(SLOWLY, NUMBA_CACHE_DIR=str(tmp_path))
 
 

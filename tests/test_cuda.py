@@ -5,11 +5,11 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from onekv.memory.cuda import cuda_decode, supported
+from onekv.memory.attention.cuda.plain import cuda_decode, supported
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
+from onekv.memory.pool.table import Table
 from onekv.memory.step import GroupStep, visible
-from onekv.memory.table import Table
 
 CASES = [
     (dtype, dims, shared, lengths, rule, block_size)

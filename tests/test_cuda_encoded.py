@@ -6,11 +6,11 @@ import mlx.core as mx
 import pytest
 
 from encoded_reference import Case
-from onekv.memory.cuda_encoded import encoded_decode, supported
+from onekv.memory.attention.cuda.encoded import encoded_decode, supported
+from onekv.memory.attention.turns import Turns
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Rope
 from onekv.memory.layout import KVLayer, Rule
-from onekv.memory.turns import Turns
 
 DIM = 128
 FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4", "ktq4vq8")

@@ -10,10 +10,10 @@ from architectures import KINDS, build
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.errors import SettingError, UnsupportedLayerError
-from onekv.memory.blocks import block_tensors
+from onekv.memory.attention.turns import UNIT
 from onekv.memory.formats import NAMES
 from onekv.memory.formats.centre import centre_bytes
-from onekv.memory.turns import UNIT
+from onekv.memory.pool.blocks import block_tensors
 from stock import engine_of, small_llama, stock_logits
 from test_prefix_exact import hits, run, tokens
 

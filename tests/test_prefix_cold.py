@@ -5,9 +5,9 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Layout
+from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.prefix.cache import PrefixCache
 from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier

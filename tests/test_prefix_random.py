@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from onekv.errors import MemoryBudgetError
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Group, KVLayer, Layout, Rule, StateLayer
 from onekv.memory.pool import OutOfBlocks
-from onekv.memory.table import FORGOTTEN
+from onekv.memory.pool.blocks import block_tensors, state_tensors
+from onekv.memory.pool.table import FORGOTTEN
 from onekv.prefix.cache import PrefixCache
 from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier

@@ -21,9 +21,9 @@ from .config import Settings, whole
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError, TooLongError
-from .memory import cpu_encoded
-from .memory.calibration import calibration_tokens
+from .memory.attention.numba import encoded as cpu_encoded
 from .memory.formats import KVFormat, parse
+from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
 from .stats import MemoryStats, PoolStats, Stats, read_stats

@@ -9,8 +9,9 @@ from .config import Settings
 from .errors import MemoryBudgetError, UnsupportedLayerError
 from .llm import LLM, Completion, Message
 from .memory.formats import NAMES, parse
-from .memory.layout import encoded
-from .memory.plan import MARGIN, Plan, divide, make_plan
+from .memory.layout.stored import encoded
+from .memory.plan import MARGIN, Plan, make_plan
+from .memory.plan.budget import divide
 from .models import context_length, load_model
 from .units import format_size
 

@@ -6,10 +6,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from architectures import build
-from onekv.memory.calibration import centred
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Centre, Rope
-from onekv.memory.layout import encoded, read_layout
+from onekv.memory.layout.calibration import centred
+from onekv.memory.layout.reader import read_layout
+from onekv.memory.layout.stored import encoded
 from stock import CALIBRATION, small_llama
 
 HEADS, DIM = 3, 32

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from encoded_reference import HEADS, Case
-from onekv.memory.cpu_encoded import encoded_decode, supported
+from onekv.memory.attention.numba.encoded import encoded_decode, supported
+from onekv.memory.attention.turns import Turns
 from onekv.memory.formats.centre import Rope
 from onekv.memory.formats.rotation import rotation
 from onekv.memory.layout import Rule
-from onekv.memory.turns import Turns
 
 FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4")
 DIMS = (80, 64, 96, 112, 128, 192, 256)

@@ -27,8 +27,8 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
-from ..memory.calibration import calibration_tokens
 from ..memory.formats import NAMES, parse
+from ..memory.layout.calibration import calibration_tokens
 from ..memory.plan import make_plan
 from ..models import load_model
 from ..report import table

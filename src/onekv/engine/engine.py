@@ -36,10 +36,11 @@ from mlx.nn.layers.base import Module
 
 from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedError, TooLongError
 from ..memory.kv import KVMemory
-from ..memory.plan import Plan, chunk_tokens
+from ..memory.plan import Plan
+from ..memory.plan.workspace import chunk_tokens
 from ..memory.pool import OutOfBlocks
-from ..memory.sequence import Sequence
-from ..memory.table import blocks_needed
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..tiers.base import Tier
 from ..units import format_size

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..errors import OneKVError, SettingError
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 State = Literal["new", "waiting", "loading", "prefilling", "running", "finished"]

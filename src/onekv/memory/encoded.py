@@ -5,19 +5,20 @@ is attended over is read back from the pool, the tokens of the step included: so
 prompt is cut, or on what of it was cached.
 
     decode    the blocks of all rows are attended over as they are: by a kernel, which also encodes the new token, on
-              CUDA (`cuda_encoded`) and on CPU (`cpu_encoded`); without it, on CPU tile by tile (`formats.attention`);
-              else they are decoded as for a prompt
+              CUDA (`attention.cuda`) and on CPU (`attention.numba`); without it, on CPU tile by tile
+              (`attention.tiles`); else they are decoded as for a prompt
     prompt    this layer's keys and values are decoded, in the rotated basis; queries are rotated, outputs unrotated
     else      a model with an attention of its own gets them as it would have stored them
 """
 
 import mlx.core as mx
 
-from . import cpu_encoded, cuda_encoded
-from .attention import chunk_attention
-from .formats.attention import attend
+from .attention.cuda import encoded as cuda_encoded
+from .attention.hook import Mask, stock_attention
+from .attention.numba import encoded as cpu_encoded
+from .attention.paged import chunk_attention
+from .attention.tiles import attend
 from .formats.centre import Centre
-from .hook import Mask, stock_attention
 from .layers import ChunkedLayer, PagedLayer, StepHolder, gather, write
 from .layout import KVLayer
 from .pool import LayerArrays

@@ -15,7 +15,7 @@ from .encoded import ChunkedEncodedLayer, EncodedLayer
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
 from .layout import Layout, Leaf
 from .pool import IntegrityError, Pool
-from .sequence import Sequence, State
+from .pool.sequence import Sequence, State
 from .step import Step
 
 

@@ -7,14 +7,14 @@ is about comes from the current `Step`. They define no `__len__`: mlx-lm would t
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from .attention import chunk_attention, paged_decode, run_decode
-from .cuda import cuda_decode, supported
-from .hook import Attends, Mask, stock_attention
+from .attention.cuda.plain import cuda_decode, supported
+from .attention.hook import Attends, Mask, stock_attention
+from .attention.paged import chunk_attention, paged_decode, run_decode
+from .attention.pairs import Grid
+from .attention.turns import Turns
 from .layout import KVLayer
-from .pairs import Grid
 from .pool import LayerArrays
 from .step import GroupStep, Step
-from .turns import Turns
 
 
 class StepHolder:

@@ -17,10 +17,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .attention.pairs import NOWHERE, Grid, Pairs, make_grid
 from .layout import Rule
-from .pairs import NOWHERE, Grid, Pairs, make_grid
-from .sequence import Sequence
-from .table import Table
+from .pool.sequence import Sequence
+from .pool.table import Table
 
 
 def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:

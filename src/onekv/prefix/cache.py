@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, OutOfBlocks
-from ..memory.sequence import Sequence, State
-from ..memory.table import FORGOTTEN
+from ..memory.pool.sequence import Sequence, State
+from ..memory.pool.table import FORGOTTEN
 from ..tiers.base import Tier
 from ..units import format_size
 from .cold import Cold, Loading, Place

@@ -14,18 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..memory.blocks import (
-    Blocks,
-    make_states,
-    read_states,
-    shared_memory,
-    state_tensors,
-    states_fit,
-    write_block,
-)
 from ..memory.kv import KVMemory
-from ..memory.sequence import Sequence, State
-from ..memory.table import FORGOTTEN, WANTED
+from ..memory.pool.blocks import Blocks, make_states, read_states, shared_memory, state_tensors, states_fit, write_block
+from ..memory.pool.sequence import Sequence, State
+from ..memory.pool.table import FORGOTTEN, WANTED
 from ..tiers.base import STATES, Address, Entry, Target, Tier
 from .index import TOKEN_BYTES, Index, Match, Node, held
 from .restore import Piece, blocks_read, restore_point

@@ -12,7 +12,7 @@ from functools import partial
 from ..errors import MemoryBudgetError
 from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, Pool
-from ..memory.table import FORGOTTEN
+from ..memory.pool.table import FORGOTTEN
 from .cold import Cold
 from .figures import EVICTED, Figures
 from .index import Index, Node, held

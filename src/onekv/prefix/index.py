@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.table import FORGOTTEN
+from ..memory.pool.table import FORGOTTEN
 
 TOKEN_BYTES = 4
 

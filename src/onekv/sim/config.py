@@ -9,8 +9,9 @@ import mlx.core as mx
 
 from ..memory.formats import AUTO, parse
 from ..memory.layout import Group, KVLayer, Layout, Leaf, Rule, StateLayer
-from ..memory.plan import Device, Plan
-from ..memory.table import blocks_needed
+from ..memory.plan import Plan
+from ..memory.plan.device import Device
+from ..memory.pool.table import blocks_needed
 from ..tiers.store import LEAST_LIMIT
 from .truth import VOCABULARY
 

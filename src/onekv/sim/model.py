@@ -17,8 +17,8 @@ from ..engine import Engine, Request
 from ..engine.sampling import Drawn
 from ..memory.kv import KVMemory
 from ..memory.pool import Pool
-from ..memory.sequence import Sequence
-from ..memory.table import Table
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import Table
 from .truth import Hashes, Scores, Truth, as_rows, chain, logits, readable
 
 # The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.

@@ -27,9 +27,9 @@ import numpy as np
 
 from ..engine import Engine, EngineThread, Request
 from ..errors import OneKVError, OverloadedError, SettingError
-from ..memory.blocks import block_tensors, state_tensors
-from ..memory.sequence import Sequence
-from ..memory.table import FORGOTTEN
+from ..memory.pool.blocks import block_tensors, state_tensors
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import FORGOTTEN
 from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
 from ..tiers.image import Image

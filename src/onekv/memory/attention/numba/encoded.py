@@ -1,4 +1,4 @@
-"""Decode attention over encoded blocks on CPU by compiled loops (`cpu_kernel`), where numba is installed.
+"""Decode attention over encoded blocks on CPU by compiled loops (`kernel`), where numba is installed.
 
 MLX has no way to put such loops into its graph. So what they need is evaluated first, they run at once on the pool's
 memory, and what they give is a new array: a layer is computed when the model calls it, not when the step is evaluated
@@ -14,14 +14,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .formats import Codec
-from .formats.affine import Affine
-from .formats.centre import Centre, Rope
-from .formats.rotation import rotation
-from .formats.turbo import Turbo
-from .layout import KVLayer
-from .pairs import Grid
-from .pool import LayerArrays
+from ...formats import Codec
+from ...formats.affine import Affine
+from ...formats.centre import Centre, Rope
+from ...formats.rotation import rotation
+from ...formats.turbo import Turbo
+from ...layout import KVLayer
+from ...pool import LayerArrays
+from ..pairs import Grid
 
 log = logging.getLogger("onekv")
 
@@ -90,7 +90,7 @@ def _decode(*arguments: Any) -> None:
     # Not before it is needed: this imports numba.
     from numba.core.event import install_listener
 
-    from .cpu_kernel import Compiling, decode
+    from .kernel import Compiling, decode
 
     if decode.signatures:
         decode(*arguments)
@@ -105,7 +105,7 @@ def _contiguous(array: mx.array) -> Array:
 
 
 def _side(codec: Codec, parts: list[mx.array]) -> tuple[Any, ...]:
-    from .cpu_kernel import AFFINE
+    from .kernel import AFFINE
 
     codes, scales, biases = (np.asarray(part) for part in (parts[0], parts[1], parts[-1]))
     bits, *book = _book(codec)

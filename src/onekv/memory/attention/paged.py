@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..pool import LayerArrays
 from .pairs import Grid, PairList, Pairs
-from .pool import LayerArrays
 
 # Scores of so many bytes at a time.
 TILE_BYTES = 4 * 2**20

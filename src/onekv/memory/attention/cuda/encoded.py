@@ -1,7 +1,7 @@
 """Decode attention over encoded blocks as a CUDA kernel: the bytes are read once, where they lie, and never unpacked to
 memory.
 
-Like `cuda` (read that first): one thread block per (row, KV head, split), four warps, 16 tokens at a time through the
+Like `plain` (read that first): one thread block per (row, KV head, split), four warps, 16 tokens at a time through the
 tensor cores. What is different:
 
     queries    are rotated first, by every thread block for itself
@@ -27,15 +27,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .cuda import HEADER, LAST, LEAST, PLACE, THREAD_BLOCKS, THREADS, Constants, define, kernel_name, zero_counters
-from .formats import Codec
-from .formats.affine import Affine
-from .formats.centre import Rope
-from .formats.rotation import rotation
-from .formats.turbo import Turbo, codebook
-from .layout import KVLayer
-from .pairs import Grid
-from .pool import LayerArrays
+from ...formats import Codec
+from ...formats.affine import Affine
+from ...formats.centre import Rope
+from ...formats.rotation import rotation
+from ...formats.turbo import Turbo, codebook
+from ...layout import KVLayer
+from ...pool import LayerArrays
+from ..pairs import Grid
+from .plain import HEADER, LAST, LEAST, PLACE, THREAD_BLOCKS, THREADS, Constants, define, kernel_name, zero_counters
 
 DIM = 128
 
@@ -551,7 +551,7 @@ def encoded_decode(
     sinks: mx.array | None,
     turns: mx.array | None = None,
 ) -> mx.array:
-    """Like `cuda.cuda_decode`, over encoded keys and values; `new` ones are encoded and stored.
+    """Like `plain.cuda_decode`, over encoded keys and values; `new` ones are encoded and stored.
 
     A centred layer needs the `turns.starts` of all positions.
     """

@@ -22,8 +22,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import OneKVError
-from .layout import Group, KVLayer
+from ...errors import OneKVError
+from ..layout import Group, KVLayer
 
 
 class OutOfBlocks(OneKVError):

@@ -9,7 +9,7 @@ blocks of a cached prefix are shared: they are referred to, never written. Those
 `WANTED` until the table takes blocks of its own for them, to be filled from there.
 """
 
-from .layout import Rule
+from ..layout import Rule
 from .pool import OutOfBlocks, Pool
 
 FORGOTTEN = -1

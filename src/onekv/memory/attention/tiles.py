@@ -7,7 +7,7 @@
 
 G query heads share one KV head. A tile of one head lies in one piece in the pool, so it is read without being copied.
 The factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
-`mx.depends` makes each wait for the one before it. As in `memory.attention`, on CPU the weights are powers of 2.
+`mx.depends` makes each wait for the one before it. As in `paged`, on CPU the weights are powers of 2.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from .base import Codec
+from ..formats import Codec
 
 # Keys or values of so many bytes, in float32, are one tile.
 TILE_BYTES = 2**20

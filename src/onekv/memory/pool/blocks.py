@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .layout import Group, Layout
+from ..layout import Group, Layout
 from .pool import Pool
 from .sequence import State
 

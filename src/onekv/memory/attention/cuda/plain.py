@@ -4,7 +4,7 @@ One thread block per (row, KV head, split); a split is a range of the row's bloc
 head joins the splits, and the sink. `counters` tells which that is: zeros, which the last one leaves as it found them;
 all calls share it, because on the one stream there is they run one after the other.
 
-It does what `attention.paged_decode` does, for the shapes that `supported` names, in fewer operations for the host to
+It does what `paged.paged_decode` does, for the shapes that `supported` names, in fewer operations for the host to
 start and close to the speed of memory (figures in benchmarks/). Each of four warps takes 16 tokens at a time
 through the tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then
 weights * V, with a running maximum and sum per query head. How a dimension maps to a lane is free as long as both sides
@@ -18,8 +18,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from .pairs import Grid
-from .pool import LayerArrays
+from ...pool import LayerArrays
+from ..pairs import Grid
 
 THREADS = 128
 # Thread blocks to start: three for each of the 132 multiprocessors of the chip this was measured on.
