@@ -11,7 +11,8 @@ from .version import check_version
 
 check_version()
 
-from .kv import BatchKVCache, KVCache  # noqa: E402
+from .kv import KVCache  # noqa: E402
+from .kv_batch import BatchKVCache  # noqa: E402
 from .patch import REPLACES, install, installed, is_installed, replaced, uninstall  # noqa: E402
 from .prompt_cache import LRUPromptCache  # noqa: E402
 from .rotating import RotatingKVCache  # noqa: E402

@@ -1,10 +1,10 @@
 """Attention over keys and values that lie in several slabs, without joining them.
 
-Scores of every piece are put side by side, weighed together, and each piece's values are added up:
+Scores of every extent are put side by side, weighed together, and each extent's values are added up:
 
-    scores   [rows, heads, queries per head * tokens, columns of all pieces] -> softmax -> cut -> sum of weights @ V
+    scores   [rows, heads, queries per head * tokens, columns of all extents] -> softmax -> cut -> sum of weights @ V
 
-A single piece goes to MLX's own attention. Long prompts on a GPU do too, over a copy of this layer's columns: scores of
+A single extent goes to MLX's own attention. Long prompts on a GPU do too, over a copy of this layer's columns: scores of
 a whole prompt would be larger than that. On CPU they are done for a few tokens at a time instead.
 """
 

@@ -21,13 +21,15 @@ from mlx_lm.models import cache
 from mlx_lm import server
 
 from ..memory.attention import hook
+from ..memory.layout import reader  # noqa: F401  (has to find mlx-lm's own classes when it is loaded)
 from .generator import BatchGenerator, generate_step
-from .kv import BatchKVCache, KVCache
+from .kv import KVCache
+from .kv_batch import BatchKVCache
 from .prompt_cache import LRUPromptCache
 from .rotating import RotatingKVCache
 from .rotating_batch import BatchRotatingKVCache
 from .server import ResponseGenerator
-from .slabs import POOL
+from .slabs import SLABS
 from .turbo import TurboQuantKVCache
 from .version import check_version
 
@@ -60,7 +62,7 @@ def install(kv_memory: int | str | None = None) -> None:
     """
     check_version()
     if kv_memory is not None:
-        POOL.set_limit(kv_memory)
+        SLABS.set_limit(kv_memory)
     if not is_installed():
         for module, name, ours in _held({id(stock): ours for stock, ours in _PAIRS}):
             setattr(module, name, ours)

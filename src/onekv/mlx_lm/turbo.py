@@ -26,6 +26,7 @@ from ..errors import SettingError
 from ..memory.attention.hook import Attends, Mask, stock_attention
 from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
+from .slabs import KV
 
 BITS = (4, 3, 2)
 # Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.
@@ -36,7 +37,6 @@ ROOM = 16
 UNSEEN = -1e30
 
 Parts = list[mx.array]
-Pair = tuple[mx.array, mx.array]
 
 
 class Codecs(NamedTuple):
@@ -61,9 +61,9 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         self.values: Parts | None = None
         self.offset = 0
         self._dtype = ""
-        self._fetched: Pair | None = None
+        self._fetched: KV | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         # Handles to what is stored would make writes copy it.
         self._fetched = None
         if self.keys is None:
@@ -92,7 +92,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
                 part[..., : self.offset, :] = old[..., : self.offset, :]
         return made
 
-    def keys_and_values(self) -> Pair:
+    def keys_and_values(self) -> KV:
         """What is stored as the model gave it, decoded if somebody reads it."""
         if self._fetched is None:
             codecs = self.codecs
@@ -137,7 +137,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         )
         return out.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
 
-    def _decoded(self) -> Pair:
+    def _decoded(self) -> KV:
         """What is stored, in the rotated basis; lazy."""
         codecs, (keys, values) = self.codecs, self._used()
         return codecs.keys.decode(keys, self.dtype), codecs.values.decode(values, self.dtype)
