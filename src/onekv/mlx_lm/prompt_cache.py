@@ -1,12 +1,12 @@
 """mlx-lm's LRUPromptCache with one copy of every conversation.
 
-A stored prompt is the caches of one list of tokens. The index owns what is stored. `fetch_nearest_cache` hands caches out
-without copying them (`loans` says how); a prompt that is lent stays listed and counted, and `insert_cache` with what was
-lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count once.
+A stored prompt is the caches of one list of tokens. The index owns what is stored. `fetch_nearest_cache` hands caches
+out without copying them (`loans` says how); a prompt that is lent stays listed and counted, and `insert_cache` with what
+was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count once.
 
 Which prompt is chosen is what mlx-lm chooses: the same tokens, else the shortest among those that have most tokens in
-common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system prompts
-in mlx-lm's order; within a type the one that was used longest ago goes first.
+common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system
+prompts in mlx-lm's order; within a type the one that was used longest ago goes first.
 """
 
 import copy
@@ -138,7 +138,7 @@ class LRUPromptCache:
 
     def identities(self) -> set[int]:
         caches = [cache for queue in self._queues.values() for stored in queue for cache in stored.caches]
-        return {identity for cache in caches for identity, _ in footprint(cache)}
+        return {key for cache in caches for key, _ in footprint(cache)}
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         sizes = self._bytes_by_type()
@@ -264,9 +264,9 @@ def _new_bytes(prompts: Iterable[StoredPrompt], seen: set[int]) -> int:
     total = 0
     for stored in prompts:
         for cache in stored.caches:
-            for identity, size in footprint(cache):
-                if identity not in seen:
-                    seen.add(identity)
+            for key, size in footprint(cache):
+                if key not in seen:
+                    seen.add(key)
                     total += size
     return total
 
