@@ -98,7 +98,7 @@ class EncodedLayer(PagedLayer):
         sinks: mx.array | None,
     ) -> mx.array | None:
         step = self._step
-        if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
+        if not self._is_fetched(keys, values):
             return None
         reach = step.reach(mask) if self._kernels and step.count == 1 and step.owns(mask) else None
         if reach is not None and step.rule.chunk is None and self._few(queries):

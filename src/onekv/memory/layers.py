@@ -130,7 +130,7 @@ class PagedLayer(Attends):
         sinks: mx.array | None,
     ) -> mx.array | None:
         step, arrays = self._step, self._arrays
-        if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
+        if not self._is_fetched(keys, values):
             return None
         if step.count > 1:
             ours = not self._gpu and step.owns(mask) and sinks is None and queries.dtype == keys.dtype == mx.float32

@@ -1,9 +1,9 @@
 """mlx-lm's KVCache, whose copies and lengths are references into slabs; `kv_batch` has the one for batches.
 
-A cache owns its extents, not the slabs: `deepcopy`, `merge` and `trim`, and for batches `extract`, `filter` and `extend`,
-change which columns a cache refers to and move no KV. `update_and_fetch` writes new tokens into the last slab, or into
-another one; it returns what mlx-lm's caches return, as views or as a copy that is made only if somebody reads it.
-With `install` attention reads the slabs where they are (`attention`), so nobody does.
+A cache owns its extents, not the slabs: `deepcopy`, `merge` and `trim`, and for batches `extract`, `filter` and
+`extend`, change which columns a cache refers to and move no KV. `update_and_fetch` writes new tokens into the last
+slab, or into another one; it returns what mlx-lm's caches return, as views or as a copy that is made only if somebody
+reads it. With `install` attention reads the slabs where they are (`attention`), so nobody does.
 """
 
 from collections.abc import Iterator
@@ -42,8 +42,7 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        ours = self._fetched is not None and keys is self._fetched[0] and values is self._fetched[1]
-        if not ours or len(self.kv.extents) == 1:
+        if len(self.kv.extents) == 1 or not self._is_fetched(keys, values):
             return None
         return attend(queries, self.kv.views(), scale, mask, sinks)
 

@@ -78,8 +78,7 @@ class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        ours = self._fetched is not None and keys is self._fetched[0] and values is self._fetched[1]
-        if not ours or self._like is None or isinstance(mask, str) or self._is_plain:
+        if self._like is None or isinstance(mask, str) or self._is_plain or not self._is_fetched(keys, values):
             return None
         outputs = []
         for r, row in enumerate(self._rows):

@@ -1,8 +1,9 @@
 """mlx-lm's LRUPromptCache with one copy of every conversation.
 
 A stored prompt is the caches of one list of tokens. The index owns what is stored. `fetch_nearest_cache` hands caches
-out without copying them (`loans` says how); a prompt that is lent stays listed and counted, and `insert_cache` with what
-was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count once.
+out without copying them (`loans` says how); a prompt that is lent stays listed and counted, and `insert_cache` with
+what was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count
+once.
 
 Which prompt is chosen is what mlx-lm chooses: the same tokens, else the shortest among those that have most tokens in
 common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system

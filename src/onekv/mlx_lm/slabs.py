@@ -101,6 +101,11 @@ class Slabs:
 SLABS = Slabs()
 
 
+def whole_steps(tokens: int, step: int = STEP) -> int:
+    """`tokens`, rounded up to what is allocated for them."""
+    return -(-tokens // step) * step
+
+
 def own(array: mx.array) -> mx.array:
     """A copy that keeps nothing else in memory. A contiguous row of a batch would stay a view of all of it."""
     return mx.maximum(array, array)
@@ -203,7 +208,7 @@ class LayerKV:
         wanted = max(count, self.expected - length if self.expected > length else length // part)
         # The first slab is as mlx-lm would make it. Later ones are often tails of a few tokens on a shared prefix.
         step = max(1, step // TAILS) if self.extents else step
-        capacity = (wanted + step - 1) // step * step
+        capacity = whole_steps(wanted, step)
         like = self.extents[0].slab if self.extents else None
         k_type, v_type = (like.k.dtype, like.v.dtype) if like else (keys.dtype, values.dtype)
         heads = keys.shape[:2]

@@ -24,9 +24,10 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..errors import SettingError
 from ..memory.attention.hook import Attends, Mask, stock_attention
+from ..memory.attention.paged import causal
 from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
-from .slabs import KV
+from .slabs import KV, whole_steps
 
 BITS = (4, 3, 2)
 # Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.
@@ -85,7 +86,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         if parts is not None and self.offset + count <= parts[0].shape[2]:
             return parts
         wanted = self.offset + max(count, self.offset // ROOM)
-        capacity = (wanted + self.step - 1) // self.step * self.step
+        capacity = whole_steps(wanted, self.step)
         made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.parts]
         if parts is not None and self.offset:
             for old, part in zip(parts, made, strict=True):
@@ -103,7 +104,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
+        if not self._is_fetched(keys, values):
             return None
         few = queries.shape[2] <= FEW_TOKENS and mx.default_device() == mx.cpu
         # Masks of each head are for the models that make them.
@@ -249,7 +250,7 @@ def _dim(parts: Parts, bits: int) -> int:
 def _bias(mask: Mask, tokens: int, length: int) -> mx.array | None:
     """What is added to the scores of `tokens` queries, [tokens, length]."""
     if isinstance(mask, str):
-        mask = mx.arange(length - tokens, length)[:, None] >= mx.arange(length) if tokens > 1 else None
+        mask = causal(tokens, length) if tokens > 1 else None
     if mask is None:
         return None
     bias = mx.where(mask, 0.0, UNSEEN) if mask.dtype == mx.bool_ else mask.astype(mx.float32)

@@ -31,8 +31,8 @@ TILE_BYTES = 4 * 2**20
 def run_decode(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
     """Attention of `queries` [1, query heads, 1, dim] over all of `keys` and `values` [heads, tokens, dim]."""
     heads, _, k_dim = keys.shape
-    q = _scaled(queries, scale).astype(keys.dtype).reshape(heads, -1, k_dim)
-    out = _weighted(q @ keys.swapaxes(1, 2), lambda weights: weights @ values)
+    q = scaled(queries, scale).astype(keys.dtype).reshape(heads, -1, k_dim)
+    out = weighted(q @ keys.swapaxes(1, 2), lambda weights: weights @ values)
     return out.astype(queries.dtype).reshape(*queries.shape[:3], -1)
 
 
@@ -52,10 +52,10 @@ def chunk_attention(
     parts = []
     for start in range(0, tokens, rows):
         end = min(start + rows, tokens)
-        q = _scaled(queries[:, :, start:end], scale)
+        q = scaled(queries[:, :, start:end], scale)
         if isinstance(mask, str):
             seen = length - tokens + end
-            parts.append(_tile(q, keys[:, :seen], values[:, :seen], _causal(end - start, seen)))
+            parts.append(_tile(q, keys[:, :seen], values[:, :seen], causal(end - start, seen)))
         else:
             shown = mask[..., start:end, :] if mask is not None else None
             parts.append(_tile(q, keys, values, shown))
@@ -68,11 +68,11 @@ def _tile(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | 
     scores = queries.reshape(heads, -1, k_dim) @ keys.swapaxes(1, 2)
     if mask is not None:
         scores = mx.where(mask, scores.reshape(heads, -1, queries.shape[2], length), -mx.inf)
-    out = _weighted(scores.reshape(heads, -1, length), lambda weights: weights @ values)
+    out = weighted(scores.reshape(heads, -1, length), lambda weights: weights @ values)
     return out.reshape(*queries.shape[:3], -1)
 
 
-def _causal(tokens: int, length: int) -> mx.array:
+def causal(tokens: int, length: int) -> mx.array:
     return mx.arange(length - tokens, length)[:, None] >= mx.arange(length)
 
 
@@ -90,12 +90,12 @@ def paged_decode(
     rows, query_heads = queries.shape[:2]
     q_of, block_of, pair_of = pairs.matrices(heads)
 
-    q = _scaled(queries, scale).astype(arrays.k.dtype).reshape(rows * heads, -1, k_dim)
+    q = scaled(queries, scale).astype(arrays.k.dtype).reshape(rows * heads, -1, k_dim)
     keys = arrays.k.reshape(-1, size, k_dim).swapaxes(1, 2)
     values = arrays.v.reshape(-1, size, v_dim)
     scores = mx.gather_mm(q, keys, q_of, block_of)
     if sinks is not None:
-        sinks = _scaled(sinks, 1.0).reshape(heads, -1)
+        sinks = scaled(sinks, 1.0).reshape(heads, -1)
 
     def times_values(weights: mx.array) -> mx.array:
         return mx.gather_mm(weights.astype(values.dtype), values, pair_of, block_of)
@@ -110,7 +110,7 @@ def paged_decode(
 Product = Callable[[mx.array], mx.array]
 
 
-def _scaled(queries: mx.array, scale: float) -> mx.array:
+def scaled(queries: mx.array, scale: float) -> mx.array:
     """So that the weight of a score is its `_power`."""
     return queries * (scale * math.log2(math.e) if mx.default_device() == mx.cpu else scale)
 
@@ -119,7 +119,7 @@ def _power(scores: mx.array) -> mx.array:
     return mx.power(2.0, scores) if mx.default_device() == mx.cpu else mx.exp(scores)
 
 
-def _weighted(scores: mx.array, times_values: Product, sinks: mx.array | None = None) -> mx.array:
+def weighted(scores: mx.array, times_values: Product, sinks: mx.array | None = None) -> mx.array:
     """Softmax over the last axis of `scores`, times values; `sinks` are scores of nothing, broadcastable to them."""
     if mx.default_device() != mx.cpu:
         if sinks is None:
@@ -145,7 +145,7 @@ def _join_grid(scores: mx.array, sinks: mx.array | None, times_values: Product) 
         weights = weights.reshape(rows, heads, shared, count, size).swapaxes(2, 3)
         return times_values(weights.reshape(-1, shared, size)).sum(axis=2)
 
-    return _weighted(flat, by_block, sinks[None, ..., None] if sinks is not None else None)
+    return weighted(flat, by_block, sinks[None, ..., None] if sinks is not None else None)
 
 
 def _join_list(scores: mx.array, pairs: PairList, sinks: mx.array | None, times_values: Product) -> mx.array:
