@@ -33,8 +33,7 @@ def engine_of(model: Any, **settings: Any) -> Engine:
     resolved = Settings(**settings)
     plan = make_plan(model, resolved, None, CALIBRATION)
     tier = open_tier(resolved, plan, model, "a model")
-    through = resolved.disk_policy == "write_through"
-    return Engine(model, plan, set(), resolved.prefix_cache, tier=tier, write_through=through)
+    return Engine(model, plan, set(), resolved, [tier] if tier is not None else [])
 
 
 def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:

@@ -33,7 +33,7 @@ def run(engine: Engine, requests: list[Request]) -> list[int]:
     active = []
     while not engine.idle:
         engine.step()
-        if not engine.waiting and not engine.prefilling:
+        if not engine.scheduler.waiting and not engine.scheduler.prefilling:
             active.append(mx.get_active_memory())
     return active
 

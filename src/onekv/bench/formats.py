@@ -92,7 +92,7 @@ class _Side:
         settings = Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common)
         # Any tokens: the time does not depend on what is found.
         plan = make_plan(model, settings, None, range(1, 65))
-        self._memory = Engine(model, plan, set(), prefix_cache=False).memory
+        self._memory = Engine(model, plan, set(), settings).memory
         self._sequence = self._memory.open(context + tokens)
         self.seconds: list[float] = []
         print(f"storing {context} tokens in {name} ...", file=sys.stderr, flush=True)
