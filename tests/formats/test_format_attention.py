@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from onekv.memory.attention import tiles
-from onekv.memory.formats import NAMES, parse
+from onekv.memory.formats import names, parse
 
 
 def draw(*shape: int) -> mx.array:
@@ -31,7 +31,7 @@ def attend(name, queries, keys, values, scale, **more):  # type: ignore[no-untyp
     return tiles.attend(queries, k, k.encode(keys), v, v.encode(values), scale, **more)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "k8v4", "ktq4vtq2"])
+@pytest.mark.parametrize("name", [*names(), "k8v4", "ktq4vtq2"])
 @pytest.mark.parametrize("tile", [None, 7, 250])
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (192, 128), (256, 256)])
 def test_equals_attention_over_decoded_rows(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from onekv.memory.blocks import block_tensors, state_tensors
 
 from architectures import build
 from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.plan import Plan, make_plan
 from onekv.tiers.base import STATES, Address, Entry, Target, TierStats
 

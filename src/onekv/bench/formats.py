@@ -23,14 +23,14 @@ from mlx.nn.layers.base import Module
 
 from ..config import Settings
 from ..engine import Engine
-from ..memory.formats import NAMES
+from ..memory.formats import names
 from ..memory.plan import make_plan
 from ..report import table
 from ..units import format_size
 from .decode import about, bench_model
 from .quality import asked
 
-FORMATS = (*NAMES, "k8v4")
+FORMATS = (*names(), "k8v4")
 # Tokens that the model reads, and how many it reads at a time.
 PROMPT, CHUNK = 1024, 256
 

@@ -27,7 +27,7 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
-from ..memory.formats import NAMES, parse
+from ..memory.formats import names, parse
 from ..memory.layout.calibration import calibration_tokens
 from ..memory.plan import make_plan
 from ..models import load_model
@@ -36,7 +36,7 @@ from ..units import format_size
 from .decode import about
 
 PLAIN = "auto"
-FORMATS = (*NAMES, "k8v4", "ktq4vtq2")
+FORMATS = (*names(), "k8v4", "ktq4vtq2")
 # Tokens at a time; the logits of all of them are kept.
 CHUNK = 256
 PLACES = ("Paris", "London", "Madrid", "Berlin", "Vienna", "Lisbon", "Moscow", "Dublin")

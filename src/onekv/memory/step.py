@@ -17,8 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .attention.pairs import NOWHERE, Grid, Pairs, make_grid
 from .layout import Rule
+from .pairs import NOWHERE, Grid, Pairs, make_grid
 from .pool.sequence import Sequence
 from .pool.table import Table
 

@@ -14,14 +14,14 @@ from mlx_lm.models.cache import KVCache as StockKVCache
 
 from ..memory.attention.hook import Attends, Mask
 from .attention import attend
-from .slabs import KV, CacheState, LayerKV, dense, footprint
+from .slabs import KV, CacheState, Columns, dense, footprint
 
 
 class KVCache(StockKVCache, Attends):  # type: ignore[misc]
-    """See the module. `kv` is what it refers to."""
+    """See the module. `columns` is what it refers to."""
 
     def __init__(self) -> None:
-        self.kv = LayerKV()
+        self.columns = Columns()
         self._given: dict[str, mx.array] = {}
         self._fetched: KV | None = None
 
@@ -31,24 +31,24 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         self._fetched = None
-        self.kv.append(keys, values, self.step)
+        self.columns.append(keys, values, self.step)
         return self.keys_and_values()
 
     def keys_and_values(self) -> KV:
         if self._fetched is None:
-            self._fetched = dense(self.kv.views())
+            self._fetched = dense(self.columns.views())
         return self._fetched
 
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        if len(self.kv.extents) == 1 or not self._is_fetched(keys, values):
+        if len(self.columns.extents) == 1 or not self._is_fetched(keys, values):
             return None
-        return attend(queries, self.kv.views(), scale, mask, sinks)
+        return attend(queries, self.columns.views(), scale, mask, sinks)
 
     @property
     def offset(self) -> int:
-        return self.kv.length
+        return self.columns.length
 
     @offset.setter
     def offset(self, value: int) -> None:
@@ -56,32 +56,32 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
 
     @property
     def keys(self) -> mx.array | None:
-        return dense(self.kv.views())[0] if self.kv.extents else None
+        return dense(self.columns.views())[0] if self.columns.extents else None
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
         """Models assign to have something evaluated together with the keys."""
-        for slab in self.kv.slabs[-1:]:
+        for slab in self.columns.slabs[-1:]:
             slab.k = mx.depends(slab.k, [value])
         self._adopt("keys", value)
 
     @property
     def values(self) -> mx.array | None:
-        return dense(self.kv.views())[1] if self.kv.extents else None
+        return dense(self.columns.views())[1] if self.columns.extents else None
 
     @values.setter
     def values(self, value: mx.array) -> None:
         """See `keys`."""
-        for slab in self.kv.slabs[-1:]:
+        for slab in self.columns.slabs[-1:]:
             slab.v = mx.depends(slab.v, [value])
         self._adopt("values", value)
 
     def _adopt(self, name: str, value: mx.array) -> None:
         """Keys and values that are assigned to an empty cache are what it holds from then on."""
-        if not self.kv.extents:
+        if not self.columns.extents:
             self._given[name] = value
             if len(self._given) == 2:
-                self.kv = LayerKV.of(self._given.pop("keys"), self._given.pop("values"))
+                self.columns = Columns.of(self._given.pop("keys"), self._given.pop("values"))
 
     def size(self) -> int:
         return self.offset
@@ -89,17 +89,17 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
     def trim(self, n: int) -> int:
         self._fetched = None
         n = max(0, min(self.offset, n))
-        self.kv.trim(n)
+        self.columns.trim(n)
         return n
 
     def expect(self, length: int) -> None:
         """Says how many tokens there will be in all, so that one slab is made for them."""
-        self.kv.expected = length
+        self.columns.expected = length
 
     @property
     def state(self) -> Any:
         self._fetched = None
-        slabs = self.kv.slabs
+        slabs = self.columns.slabs
         shown = (self.keys, self.values, self.offset)
         return shown if len(slabs) < 2 else CacheState(slabs, shown)
 
@@ -108,17 +108,17 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
         keys, values, offset = state
         KVCache.__init__(self)
         if keys is not None:
-            self.kv = LayerKV.of(keys, values)
+            self.columns = Columns.of(keys, values)
         self.offset = offset
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        return KVCache.over(self.kv.fork(), self.step)
+        return KVCache.over(self.columns.fork(), self.step)
 
     @staticmethod
-    def over(kv: LayerKV, step: int) -> "KVCache":
-        """A cache that refers to `kv`."""
+    def over(columns: Columns, step: int) -> "KVCache":
+        """A cache that refers to `columns`."""
         cache = KVCache()
-        cache.kv = kv
+        cache.columns = columns
         if step != KVCache.step:
             cache.step = step
         return cache
@@ -127,7 +127,7 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
         return self.__deepcopy__({})
 
     def empty(self) -> bool:
-        return not self.kv.extents
+        return not self.columns.extents
 
     @property
     def nbytes(self) -> int:
@@ -135,16 +135,16 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
 
     def footprint(self) -> Iterator[tuple[int, int]]:
         """The slabs it refers to and their sizes."""
-        return footprint([self.kv])
+        return footprint([self.columns])
 
     def compact(self) -> None:
         """Give up slabs of which this cache alone uses a small part."""
         self._fetched = None
-        self.kv.compact()
+        self.columns.compact()
 
     @property
     def token_bytes(self) -> int:
-        return sum(slab.nbytes // slab.capacity for slab in self.kv.slabs[:1])
+        return sum(slab.nbytes // slab.capacity for slab in self.columns.slabs[:1])
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:

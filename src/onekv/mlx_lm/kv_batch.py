@@ -10,7 +10,7 @@ from mlx_lm.models.cache import BatchKVCache as StockBatchKVCache
 from ..memory.attention.hook import Attends, Mask
 from .attention import attend, row_mask
 from .kv import KVCache
-from .slabs import KV, CacheState, LayerKV, Slab, dense, footprint
+from .slabs import KV, CacheState, Columns, Slab, dense, footprint
 
 
 class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
@@ -21,7 +21,7 @@ class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
 
     def __init__(self, left_padding: list[int]) -> None:
         self._pads = [int(pad) for pad in left_padding]
-        self._rows = [LayerKV() for _ in self._pads]
+        self._rows = [Columns() for _ in self._pads]
         self._idx = 0
         self._right_padding: list[int] | None = None
         self._lengths: list[int] | None = None
@@ -44,7 +44,7 @@ class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         self._fetched = None
         self._like = (keys[:1, :, :0], values[:1, :, :0])
-        self._rows += [LayerKV() for _ in range(keys.shape[0] - len(self._rows))]
+        self._rows += [Columns() for _ in range(keys.shape[0] - len(self._rows))]
         count = keys.shape[2]
         for r, row in enumerate(self._rows):
             start = max(0, self._pad(r) - self._idx)
@@ -174,9 +174,9 @@ class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
         merged._idx = max(lengths)
         for r, cache in enumerate(caches):
             if isinstance(cache, KVCache):
-                merged._rows[r] = cache.kv.fork()
+                merged._rows[r] = cache.columns.fork()
             elif cache.size():
-                merged._rows[r] = LayerKV.of(*(array[..., : cache.offset, :] for array in (cache.keys, cache.values)))
+                merged._rows[r] = Columns.of(*(array[..., : cache.offset, :] for array in (cache.keys, cache.values)))
         some = next((row for row in merged._rows if row.extents), None)
         if some is not None:
             merged._like = _empty(some)
@@ -200,7 +200,7 @@ class BatchKVCache(StockBatchKVCache, Attends):  # type: ignore[misc]
             self._rows = []
             for r in range(keys.shape[0]):
                 columns = (slice(r, r + 1), slice(None), slice(max(0, self._pad(r)), idx))
-                self._rows.append(LayerKV.of(keys[columns], values[columns]))
+                self._rows.append(Columns.of(keys[columns], values[columns]))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BatchKVCache":
         other = BatchKVCache(self._pads)
@@ -237,6 +237,6 @@ def _zeros(like: KV, columns: int) -> list[KV]:
     return [(k, v)]
 
 
-def _empty(row: LayerKV) -> KV:
+def _empty(row: Columns) -> KV:
     k, v = row.views()[0]
     return k[:1, :, :0], v[:1, :, :0]

@@ -153,7 +153,7 @@ class Extent:
         return self.slab.k[..., : self.length, :], self.slab.v[..., : self.length, :]
 
 
-class LayerKV:
+class Columns:
     """The keys and values of one layer for one sequence (or several of one length), in extents."""
 
     __slots__ = ("expected", "extents")
@@ -164,7 +164,7 @@ class LayerKV:
         self.expected = 0
 
     @classmethod
-    def of(cls, keys: mx.array, values: mx.array) -> "LayerKV":
+    def of(cls, keys: mx.array, values: mx.array) -> "Columns":
         """A sequence that holds these arrays themselves."""
         return cls([Extent(Slab(keys, values), keys.shape[2])]) if keys.shape[2] else cls()
 
@@ -176,8 +176,8 @@ class LayerKV:
     def slabs(self) -> list[Slab]:
         return [extent.slab for extent in self.extents]
 
-    def fork(self) -> "LayerKV":
-        other = LayerKV([Extent(extent.slab, extent.length) for extent in self.extents])
+    def fork(self) -> "Columns":
+        other = Columns([Extent(extent.slab, extent.length) for extent in self.extents])
         other.expected = self.expected
         return other
 
@@ -229,9 +229,9 @@ class LayerKV:
         return [extent.view() for extent in self.extents]
 
 
-def footprint(layers: Iterable[LayerKV]) -> Iterator[tuple[int, int]]:
-    """The slabs that any of `layers` refers to, each once, and their sizes."""
-    slabs = {id(slab): slab for layer in layers for slab in layer.slabs}
+def footprint(rows: Iterable[Columns]) -> Iterator[tuple[int, int]]:
+    """The slabs that any of `rows` refers to, each once, and their sizes."""
+    slabs = {id(slab): slab for row in rows for slab in row.slabs}
     return ((key, slab.nbytes) for key, slab in slabs.items())
 
 

@@ -23,8 +23,8 @@ from mlx_lm.models.cache import KVCache as StockKVCache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..errors import SettingError
+from ..memory.attention.chunk import causal
 from ..memory.attention.hook import Attends, Mask, stock_attention
-from ..memory.attention.paged import causal
 from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
 from .slabs import KV, whole_steps

@@ -73,6 +73,11 @@ class KVLayer:
         return self.format.values(self.v_dim, self.dtype)
 
     @property
+    def plain(self) -> bool:
+        """Whether keys and values are stored as the model has them."""
+        return self.keys.plain and self.values.plain
+
+    @property
     def codecs(self) -> str:
         """Names what decides the bytes of a stored token."""
         centre = f"-{self.centre.name}" if self.centre is not None else ""

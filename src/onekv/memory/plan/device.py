@@ -7,6 +7,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..device import kind
+
 
 @dataclass(frozen=True)
 class Device:
@@ -20,7 +22,7 @@ def read_device() -> Device:
     """The default device and its memory."""
     info = mx.device_info()
     name = str(info.get("device_name", mx.default_device()))
-    if mx.default_device() == mx.gpu:
+    if kind() != "cpu":
         total = int(info.get("max_recommended_working_set_size", info.get("total_memory", 0)))
         total = total or int(info["memory_size"])
         return Device(name, total, total - mx.get_active_memory())

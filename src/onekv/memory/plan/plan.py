@@ -9,6 +9,7 @@ from mlx.nn.layers.base import Module
 from ...config import Settings
 from ...errors import MemoryBudgetError
 from ...units import format_size, parse_size
+from ..device import kind
 from ..formats import parse
 from ..layout import Layout
 from ..layout.calibration import centred
@@ -107,7 +108,7 @@ def make_plan(model: Module, settings: Settings, context: int | None, calibratio
     layout = centred(layout, model, calibration)
     device = read_device()
     weights = weight_bytes(model)
-    chunk = settings.prefill_chunk or (2048 if mx.default_device() == mx.gpu else 512)
+    chunk = settings.prefill_chunk or (512 if kind() == "cpu" else 2048)
     # Weights that are loaded are already missing from what is available.
     device = replace(device, available=device.available + min(weights, mx.get_active_memory()))
     rest = max(0, device.available - weights - MARGIN - SCORES)

@@ -5,6 +5,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from ..attention.turns import UNIT
+from ..device import kind
 from ..formats.centre import centre_bytes
 from ..layout import Layout
 
@@ -60,7 +61,7 @@ def chunk_tokens(layout: Layout, length: int, chunk: int) -> int:
 
     MLX's CPU attention makes the scores of a whole chunk, [query heads, chunk, length + chunk].
     """
-    if mx.default_device() == mx.gpu:
+    if kind() != "cpu":
         return chunk
     per_token = layout.query_heads * (length + chunk) * 4 * 2
     return max(1, min(chunk, SCORES // max(1, per_token)))

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..formats.centre import Rope
-from ..pool.table import Table
+from .formats.centre import Rope
+from .pool.table import Table
 
 # A position no query reads: beyond all of them.
 NOWHERE = 2**30
