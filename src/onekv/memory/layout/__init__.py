@@ -1,5 +1,5 @@
-"""What a model keeps per token: types.py says it, reader.py reads it from the model, stored.py gives it a format, and
-calibration.py finds the centres of keys that a format may want.
+"""What a model keeps per token: types.py says it, reader.py reads it from the model, stored.py gives it a format,
+calibration.py finds the centres of keys that a format may want, and fingerprint.py names what decides the stored bytes.
 """
 
 from .types import Group, KVLayer, Layout, Leaf, Rule, StateLayer

@@ -23,10 +23,11 @@ def encoded(layout: Layout, format: KVFormat, plain_layers: int) -> Layout:
         )
         for group in layout.groups
     )
-    stored = replace(layout, groups=groups)
     # Makes every codec: what cannot be stored is refused here, before anything is allocated.
-    _ = stored.codecs
-    return stored
+    for group in groups:
+        for layer in group.layers:
+            _ = layer.keys, layer.values
+    return replace(layout, groups=groups)
 
 
 def _number(layer: KVLayer) -> int:

@@ -140,11 +140,6 @@ class Layout:
         """Bytes of recurrent state of one sequence."""
         return sum(state.sequence_bytes for state in self.states)
 
-    @property
-    def codecs(self) -> str:
-        """Names everything that decides what a stored token's bytes are."""
-        return " ".join(layer.codecs for group in self.groups for layer in group.layers)
-
     def leaves(self, caches: Sequence[Any]) -> Iterator[tuple[Leaf, Any]]:
         """Where each of a model's caches, or part of a composite, is kept."""
         for entry, cache in zip(self.structure, caches, strict=True):

@@ -13,6 +13,7 @@ from ..device import kind
 from ..formats import parse
 from ..layout import Layout
 from ..layout.calibration import centred
+from ..layout.fingerprint import stored_as
 from ..layout.reader import read_layout
 from ..layout.stored import encoded
 from ..pool.table import blocks_needed
@@ -57,7 +58,7 @@ class Plan:
     @property
     def stored_as(self) -> str:
         """Names what decides, besides the model, what the bytes of a stored block are."""
-        return f"{self.layout} {self.layout.codecs} {self.block_size}"
+        return stored_as(self.layout, self.block_size)
 
     @property
     def staging(self) -> int:
