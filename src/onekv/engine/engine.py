@@ -110,6 +110,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises if it can never be served."""
         self.validate(request)
+        request.stop_at(self.stop_tokens)
         request.state = "waiting"
         self.waiting.append(request)
 
@@ -353,14 +354,16 @@ class Engine:
             self._changed[request] = None
             with self._on_behalf_of([request]):
                 if not sound[row]:
-                    request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
+                    request.error = request.error or RequestFailedError(
+                        "the model's output for this request is not a number (NaN)"
+                    )
                     self._finish(request, "error")
                     continue
                 if not request.tokens:
                     request.first = now
                 request.tokens.append(token)
-                if request.top_logprobs is not None:
-                    request.logprobs.append(flight.drawn.logprobs(row, request.top_logprobs))
+                if request.sampling.logprobs is not None:
+                    request.logprobs.append(flight.drawn.logprobs(row, request.sampling.logprobs))
                 self._follow(request, token)
 
     def _follow(self, request: Request, token: int) -> None:
@@ -374,7 +377,7 @@ class Engine:
                 return
         if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
             self.prefix.publish(request.sequence, request.all_tokens)
-        if token in self.stop_tokens:
+        if token in request.stop_tokens:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.max_tokens:
             self._finish(request, "length")

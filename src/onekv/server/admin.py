@@ -84,16 +84,8 @@ def _pool(pool: PoolStats) -> dict[str, Any]:
 async def clear(request: Request) -> dict[str, int]:
     """Forget what no running request uses and nobody has pinned, of all keys; answers how much that freed."""
     backend: Backend = request.app.state.backend
-    return await backend.call(_clear)
-
-
-def _clear(llm: LLM) -> dict[str, int]:
-    pools = llm.engine.memory.pools
-    free = [pool.free for pool in pools]
-    llm.clear_cache()
-    freed = [pool.free - before for pool, before in zip(pools, free, strict=True)]
-    size = sum(blocks * pool.block_bytes for pool, blocks in zip(pools, freed, strict=True))
-    return {"freed_blocks": sum(freed), "freed_bytes": size}
+    freed = await backend.call(LLM.clear_cache)
+    return {"freed_blocks": freed.blocks, "freed_bytes": freed.bytes}
 
 
 @router.get("/admin/integrity", dependencies=ADMINISTRATOR)
@@ -124,15 +116,9 @@ async def probe(request: Request, body: ProbeBody) -> dict[str, Any]:
     salt: str = request.state.salt
     tokens = await asyncio.to_thread(_tokens, backend, body)
 
-    def look(llm: LLM) -> tuple[int, int, str | None]:
-        prefix = llm.engine.prefix
-        return prefix.probe(tokens, salt) if prefix is not None else (0, 0, "the prefix cache is off")
-
-    cached, hot, reason = await backend.call(look)
-    if reason == OTHER_SALT:
-        # What others asked is not for this key to know.
-        reason = NEVER_SEEN
-    return {"tokens": len(tokens), "cached": cached, "cached_in_memory": hot, "reason": reason}
+    found = await backend.call(lambda llm: llm.probe(tokens, salt))
+    # What others asked is not for this key to know.
+    return asdict(found) | {"reason": NEVER_SEEN if found.reason == OTHER_SALT else found.reason}
 
 
 def _tokens(backend: Backend, body: ProbeBody) -> list[int]:

@@ -1,20 +1,19 @@
 """The model behind the server, as the event loop sees it.
 
-`Backend` owns the engine thread. `generate` turns prompts into `Generation`s: async iterators over what the engine
-emits. A generation that is dropped (its client went away) is cancelled when it is closed; always use it as
+`Backend` owns an `AsyncLLM` and adds what a server needs: the model's name, the longest answer, metrics. `generate`
+turns prompts into `Generation`s: async iterators over what the engine emits. A generation that is dropped (its client
+went away) is cancelled when it is closed; always use it as
 
     async with backend.generate([...]) as generations: ...
-
-The engine never waits for a reader: events pile up in the generation's own queue, at most max_tokens of them.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..engine import Constraint, End, Engine, EngineThread, Event, Job, Piece, Request, Sampling, TextOutput
+from ..async_llm import AsyncLLM, Inbox
+from ..engine import Constraint, Delta, End, Event, Request, Sampling
 from ..errors import OneKVError, OverloadedError, TooLongError
 from ..llm import LLM
 from ..models import DEFAULT_MODEL
@@ -39,29 +38,37 @@ class Prompt:
     clamp: bool = False
 
 
-class Generation(AsyncIterator[Piece]):
-    """Pieces of text as they come. Raises the request's OneKVError; `end` is set after the last piece."""
+class Generation(AsyncIterator[Delta]):
+    """Text as it comes; what came together is one delta. Raises the request's OneKVError; `end` is set at the end."""
 
     def __init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.inbox = Inbox()
         self.end: End | None = None
+        # What came after the delta that was given out last.
+        self._last: End | OneKVError | None = None
 
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
+    async def __anext__(self) -> Delta:
+        if self._last is None:
+            delta = self._joined(await self.inbox.get())
+            if delta is not None:
+                return delta
+        if isinstance(self._last, OneKVError):
+            raise self._last
+        self.end = self._last
+        if self.end is not None and self.end.finish_reason == "cancelled":
+            # Whoever cancels by itself does not read on.
+            raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
+        raise StopAsyncIteration
 
-    async def __anext__(self) -> Piece:
-        if self.end is not None:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, OneKVError):
-            raise event
-        if isinstance(event, End):
-            self.end = event
-            if event.finish_reason == "cancelled":
-                # Whoever cancels by itself does not read on.
-                raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
-            raise StopAsyncIteration
-        return event
+    def _joined(self, events: list[tuple[int, Event]]) -> Delta | None:
+        """All deltas of `events` as one, if there are any."""
+        joined = None
+        for _, event in events:
+            if isinstance(event, Delta):
+                joined = event if joined is None else joined + event
+            else:
+                self._last = event
+        return joined
 
 
 class Backend:
@@ -69,30 +76,25 @@ class Backend:
         self,
         model: str = DEFAULT_MODEL,
         *,
-        max_waiting: int = 256,
-        max_wait: float = 600.0,
         default_max_tokens: int = 4096,
         **settings: Any,
     ) -> None:
-        self._model, self._settings = model, settings
+        """The rest are the arguments of `AsyncLLM`."""
+        self.engine = AsyncLLM(model, **settings)
+        self.thread = self.engine.thread
         self.default_max_tokens = default_max_tokens
-        self.thread = EngineThread(self._build, max_waiting, max_wait)
         self.metrics = Metrics()
         self.llm: LLM
 
-    def _build(self) -> Engine:
-        self.llm = LLM(self._model, **self._settings)
-        self.thread.check_integrity = self.llm.settings.check_integrity
-        return self.llm.engine
-
     def start(self) -> None:
         """Load the model; blocks until it is ready."""
-        self.thread.start()
+        self.engine.start()
+        self.llm = self.engine.llm
         self.name = self.llm.name
         self.tokenizer = self.llm.tokenizer
 
     def stop(self, grace: float) -> None:
-        self.thread.stop(grace)
+        self.engine.stop(grace)
 
     def check_model(self, name: str) -> None:
         """Raises NotFoundError if `name` is not the model there is."""
@@ -106,7 +108,7 @@ class Backend:
                 return [int(token) for token in self.tokenizer.encode(prompt)]
             except UnicodeEncodeError:
                 raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
-        vocabulary = self.llm.plan.layout.vocabulary
+        vocabulary = self.llm.vocabulary
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise BadRequestError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}", "prompt")
@@ -115,10 +117,7 @@ class Backend:
     @property
     def longest(self) -> int:
         """The most tokens a request may have, prompt and answer together."""
-        limits = [self.llm.plan.longest]
-        if self.llm.context is not None and self.llm.settings.max_kv_size is None:
-            limits.append(self.llm.context)
-        return min(limits)
+        return self.llm.longest
 
     def max_tokens(self, prompt: int, wanted: int | None, clamp: bool = False) -> int:
         """Tokens to generate at most after `prompt` tokens. Raises TooLongError with the numbers."""
@@ -137,11 +136,11 @@ class Backend:
     @asynccontextmanager
     async def generate(self, prompts: list[Prompt]) -> AsyncIterator[list[Generation]]:
         """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
-        loop = asyncio.get_running_loop()
         generations = [Generation() for _ in prompts]
         try:
-            jobs = [self._job(p, generation, loop) for p, generation in zip(prompts, generations, strict=True)]
-            self.thread.submit(jobs)
+            requests = [self._request(prompt) for prompt in prompts]
+            observers = [self.metrics.observe(request) for request in requests]
+            jobs = self.engine.submit(requests, [generation.inbox for generation in generations], observers)
         except OneKVError as error:
             self.metrics.refused(error)
             raise
@@ -152,26 +151,11 @@ class Backend:
             if left:
                 self.thread.cancel(left)
 
-    def _job(self, prompt: Prompt, generation: Generation, loop: asyncio.AbstractEventLoop) -> Job:
-        request = Request(
-            prompt.tokens,
-            self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp),
-            prompt.sampling,
-            salt=prompt.salt,
-            top_logprobs=prompt.top_logprobs,
-            constraint=prompt.constraint,
-        )
-        output = TextOutput(self.tokenizer.detokenizer, self.llm.stop_tokens, prompt.stops)
-        observe = self.metrics.observe(request)
-
-        def emit(event: Event) -> None:
-            observe(event)
-            # A loop that was closed has nobody left to read.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(generation.put, event)
-
-        return Job(request, output, emit)
+    def _request(self, prompt: Prompt) -> Request:
+        count = self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp)
+        sampling = replace(prompt.sampling, stop=prompt.stops, logprobs=prompt.top_logprobs)
+        return Request(prompt.tokens, count, sampling, salt=prompt.salt, constraint=prompt.constraint)
 
     async def call(self, function: Callable[[LLM], Result]) -> Result:
         """Run `function` in the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self.thread.call(lambda engine: function(self.llm)))
+        return await self.engine.call(function)

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..engine import Constraint, End, Logprob, Piece, Sampling
+from ..engine import Constraint, Delta, End, Logprob, Sampling
 from .backend import Backend, Generation, Prompt
 from .constrain import constraint_for
 from .prompt import Rendered, render, text_format
@@ -98,7 +98,7 @@ class Choice(AsyncIterator[Part]):
                 self._finish()
         return self._parts.popleft()
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: Delta) -> None:
         # The token that ends an answer is no part of it.
         shown = [index for index, token in enumerate(piece.tokens) if token not in self._stop_tokens]
         self._tokens += [piece.tokens[index] for index in shown]

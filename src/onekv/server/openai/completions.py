@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ...engine import Piece
+from ...engine import Delta
 from ..backend import Backend, Generation, Prompt
 from ..errors import BadRequestError, for_client, openai_body
 from ..streaming import sse, stream, until_gone
@@ -76,14 +76,14 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         texts = [""] * len(self._generations)
-        tokens: list[Piece] = [Piece("") for _ in self._generations]
+        tokens: list[Delta] = [Delta("") for _ in self._generations]
         async for index, piece in merged(self._generations):
             if piece is not None:
                 texts[index] += piece.text
                 tokens[index].tokens.extend(piece.tokens)
                 tokens[index].logprobs.extend(piece.logprobs)
         choices = [
-            self._choice(index, Piece(texts[index], tokens[index].tokens, tokens[index].logprobs), self._reason(index))
+            self._choice(index, Delta(texts[index], tokens[index].tokens, tokens[index].logprobs), self._reason(index))
             for index in range(len(texts))
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -92,7 +92,7 @@ class _Answer:
         try:
             async for index, piece in merged(self._generations):
                 if piece is None:
-                    yield self._event([self._choice(index, Piece(""), self._reason(index))])
+                    yield self._event([self._choice(index, Delta(""), self._reason(index))])
                 elif piece.text or self._body.logprobs is not None:
                     yield self._event([self._choice(index, piece, None)])
             if self._body.wants_usage:
@@ -110,12 +110,12 @@ class _Answer:
         assert end is not None
         return end.finish_reason
 
-    def _choice(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Delta, finish_reason: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(index, piece) if self._body.logprobs is not None and piece.tokens else None
         self._sent[index] += len(piece.text)
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, index: int, piece: Delta) -> dict[str, Any]:
         stop_tokens = self._backend.llm.stop_tokens
         pairs = zip(piece.tokens, piece.logprobs, strict=True)
         shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in stop_tokens]
