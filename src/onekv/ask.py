@@ -90,7 +90,7 @@ def options_of(
     changes = {name: value for name, value in given.items() if name not in ("salt", "pin")}
     if max_tokens is not None:
         changes["max_tokens"] = whole()(max_tokens, "--max-tokens")
-    each = list(sampling) if isinstance(sampling, list | tuple) else [sampling or Sampling()] * count
+    each: list[Any] = list(sampling) if isinstance(sampling, list | tuple) else [sampling or Sampling()] * count
     if not all(isinstance(one, Sampling) for one in each):
         raise SettingError(f"sampling is {sampling!r}; it must be a Sampling, or one for each prompt")
     if len(each) != count:

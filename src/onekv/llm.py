@@ -24,10 +24,11 @@ from .engine import Engine, Request, Sampling, TextOutput
 from .errors import OneKVError, SettingError, TooLongError
 from .memory import cpu_encoded
 from .memory.calibration import calibration_tokens
+from .memory.figures import PoolStats
 from .memory.formats import KVFormat, parse
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
-from .stats import MemoryStats, PoolStats, Stats, read_stats
+from .stats import MemoryStats, Stats, read_stats
 from .streams import BatchStream, Driver, Stream
 from .tiers.opening import open_tier
 from .units import format_size
