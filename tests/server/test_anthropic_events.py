@@ -10,7 +10,8 @@ from onekv.server.anthropic.convert import full_call
 from onekv.server.anthropic.messages import Answer
 from onekv.server.anthropic.schema import MessagesBody
 from onekv.server.backend import Generation
-from onekv.server.chat import ChatCall, Choice
+from onekv.server.call import ChatCall
+from onekv.server.chat import Choice
 from onekv.server.segments import Format, Splitter
 
 

@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from onekv.models import load_model
-from onekv.server.chat import ChatCall
+from onekv.server.call import ChatCall
 from onekv.server.constrain import constraint_for
 from onekv.server.errors import BadRequestError
 from onekv.server.prompt import render, text_format

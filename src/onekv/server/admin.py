@@ -17,7 +17,7 @@ from ..llm import LLM, PoolStats, Stats
 from ..prefix.figures import NEVER_SEEN, OTHER_SALT
 from .backend import Backend
 from .body import Body
-from .chat import ChatCall
+from .call import ChatCall
 from .errors import BadRequestError, ForbiddenError
 from .metrics import pool_owners
 from .openai.schema import Message, Tool

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from ...engine import Sampling
-from ..chat import ChatCall
+from ..call import ChatCall
 from ..errors import BadRequestError
 from .schema import (
     AnyChoice,

@@ -12,7 +12,8 @@ from starlette.responses import Response
 
 from ...engine import End
 from ..backend import Backend
-from ..chat import ChatCall, Choice, Part, ToolCall, count_tokens, open_chat
+from ..call import ChatCall
+from ..chat import Choice, Part, ToolCall, count_tokens, open_chat
 from ..errors import BadRequestError, anthropic_body, for_client
 from ..streaming import sse, stream, until_gone
 from .convert import full_call, prompt_call

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from ..backend import Backend
-from ..chat import ChatCall, Choice, Part, Text, ToolCall, open_chat
+from ..call import ChatCall
+from ..chat import Choice, Part, Text, ToolCall, open_chat
 from ..errors import BadRequestError, for_client, openai_body
 from ..streaming import sse, stream, until_gone
 from .common import TokenTexts, fingerprint, merged, new_id, usage

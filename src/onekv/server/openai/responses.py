@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from ..backend import Backend
-from ..chat import ChatCall, Choice, open_chat
+from ..call import ChatCall
+from ..chat import Choice, open_chat
 from ..errors import BadRequestError, for_client
 from ..streaming import sse, stream, until_gone
 from .common import TokenTexts, new_id
