@@ -1,32 +1,23 @@
 """The Messages API without a server: bodies as calls, and events of what the default model never says."""
 
-import asyncio
 import json
 from typing import Any
+
+from canned import frames_of
 
 from onekv.engine import End, Event, Piece, Timings
 from onekv.errors import RequestFailedError
 from onekv.server.anthropic.convert import full_call
-from onekv.server.anthropic.messages import Answer
+from onekv.server.anthropic.messages import MessageAnswer
 from onekv.server.anthropic.schema import MessagesBody
-from onekv.server.backend import Generation
-from onekv.server.call import ChatCall
-from onekv.server.chat import Choice
-from onekv.server.segments import Format, Splitter
 
 
 def events_of(said: list[Event], one_call: bool = False) -> list[dict[str, Any]]:
     """The events of an answer whose model said all of `said`."""
-
-    async def collect() -> list[str]:
-        generation = Generation()
-        for event in said:
-            generation.put(event)
-        form = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
-        choice = Choice(generation, Splitter(form), set(), 5)
-        return [event async for event in Answer("model", ChatCall([]), one_call).events(choice)]
-
-    return [json.loads(event.split("data: ")[1]) for event in asyncio.run(collect())]
+    choice = {"type": "auto", "disable_parallel_tool_use": one_call}
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tool_choice": choice}
+    answer = MessageAnswer("model", MessagesBody.model_validate(body))
+    return [json.loads(frame.split("data: ")[1]) for frame in frames_of(answer, said)]
 
 
 END = End("stop", None, 10, 4, 7, Timings(0, 0, 0))

@@ -103,6 +103,16 @@ def test_a_page_that_rebinds_its_name_does_not_reach_a_real_server() -> None:
         stop_server(server)
 
 
+@pytest.mark.parametrize(("allowed", "granted"), [("https://mine.example", True), (None, False)])
+def test_pages_of_other_origins_need_to_be_named(allowed: str | None, granted: bool) -> None:
+    # Not started: such a question is answered before anything else is looked at.
+    client = TestClient(create_app(Backend(), ServerSettings(cors_origin=allowed)))
+    asked = {"Origin": "https://mine.example", "Access-Control-Request-Method": "POST"}
+    answer = client.options("/v1/chat/completions", headers=asked)
+    assert (answer.status_code == 200) == granted
+    assert answer.headers.get("access-control-allow-origin") == ("https://mine.example" if granted else None)
+
+
 def test_keys_may_be_longer_than_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEKV_API_KEYS", ",".join(LONG_KEYS))
     assert ServerSettings.resolve({}).keys() == LONG_KEYS

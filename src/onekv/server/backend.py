@@ -1,24 +1,24 @@
 """The model behind the server, as the event loop sees it.
 
-`Backend` owns the engine thread. `generate` turns prompts into `Generation`s: async iterators over what the engine
-emits. A generation that is dropped (its client went away) is cancelled when it is closed; always use it as
+`Backend` owns the engine thread. `generate` starts generations, whose events come into one `Inbox`; those that have not
+ended when the block is left (the client went away) are cancelled:
 
-    async with backend.generate([...]) as generations: ...
-
-The engine never waits for a reader: events pile up in the generation's own queue, at most max_tokens of them.
+    with backend.generate([...]) as inbox: ...
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
-from ..engine import Constraint, End, Engine, EngineThread, Event, Job, Piece, Request, Sampling, TextOutput
-from ..errors import OneKVError, OverloadedError, TooLongError
+from ..engine import Constraint, Engine, EngineThread, Event, Job, Request, Sampling, TextOutput
+from ..errors import OneKVError, TooLongError
 from ..llm import LLM
 from ..models import DEFAULT_MODEL
 from .errors import BadRequestError, NotFoundError
+from .inbox import Inbox
 from .metrics import Metrics
 
 Result = TypeVar("Result")
@@ -37,31 +37,6 @@ class Prompt:
     salt: str = ""
     # Where there is room for less than `max_tokens`, take what there is.
     clamp: bool = False
-
-
-class Generation(AsyncIterator[Piece]):
-    """Pieces of text as they come. Raises the request's OneKVError; `end` is set after the last piece."""
-
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.end: End | None = None
-
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
-
-    async def __anext__(self) -> Piece:
-        if self.end is not None:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, OneKVError):
-            raise event
-        if isinstance(event, End):
-            self.end = event
-            if event.finish_reason == "cancelled":
-                # Whoever cancels by itself does not read on.
-                raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
-            raise StopAsyncIteration
-        return event
 
 
 class Backend:
@@ -134,25 +109,24 @@ class Backend:
             )
         return wanted if wanted is not None else min(room, self.default_max_tokens)
 
-    @asynccontextmanager
-    async def generate(self, prompts: list[Prompt]) -> AsyncIterator[list[Generation]]:
+    @contextmanager
+    def generate(self, prompts: list[Prompt]) -> Iterator[Inbox]:
         """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
-        loop = asyncio.get_running_loop()
-        generations = [Generation() for _ in prompts]
+        inbox = Inbox(len(prompts))
         try:
-            jobs = [self._job(p, generation, loop) for p, generation in zip(prompts, generations, strict=True)]
+            jobs = [self._job(prompt, partial(inbox.put, index)) for index, prompt in enumerate(prompts)]
             self.thread.submit(jobs)
         except OneKVError as error:
             self.metrics.refused(error)
             raise
         try:
-            yield generations
+            yield inbox
         finally:
-            left = [job for job, generation in zip(jobs, generations, strict=True) if generation.end is None]
+            left = [job for index, job in enumerate(jobs) if index in inbox.open]
             if left:
                 self.thread.cancel(left)
 
-    def _job(self, prompt: Prompt, generation: Generation, loop: asyncio.AbstractEventLoop) -> Job:
+    def _job(self, prompt: Prompt, put: Callable[[Event], None]) -> Job:
         request = Request(
             prompt.tokens,
             self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp),
@@ -166,9 +140,7 @@ class Backend:
 
         def emit(event: Event) -> None:
             observe(event)
-            # A loop that was closed has nobody left to read.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(generation.put, event)
+            put(event)
 
         return Job(request, output, emit)
 

@@ -4,6 +4,9 @@ host      a name by which the server may be called, so that no web page reaches 
 body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
 origin    a web page of another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
+
+Starlette's TrustedHostMiddleware is not used for the first: it knows lists of names, not "any address of this machine",
+refuses clients that send no Host, and answers in plain text.
 """
 
 import hashlib
