@@ -9,11 +9,11 @@ from typing import Any
 from onekv.engine import Event
 from onekv.server.answer import Answer, AnswerResponse, Prepared
 from onekv.server.backend import Prompt
-from onekv.server.chat import ChatReader
+from onekv.server.chat import ChatChoice
 from onekv.server.inbox import Inbox
-from onekv.server.segments import Format, Splitter
+from onekv.server.segments import Markers, Splitter
 
-HERMES = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
+HERMES = Markers("<think>", "</think>", "<tool_call>", "</tool_call>")
 PROMPT = Prompt([1, 2, 3, 4, 5])
 
 
@@ -49,8 +49,8 @@ class Client:
             self.on_write()
 
     def prepare(self) -> Prepared:
-        readers = [ChatReader(Splitter(HERMES, self._thinking), {0}) for _ in self._said]
-        return Prepared([PROMPT] * len(self._said), [*readers])
+        choices = [ChatChoice(Splitter(HERMES, self._thinking), {0}) for _ in self._said]
+        return Prepared([PROMPT] * len(self._said), [*choices])
 
     async def run(self) -> None:
         request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(backend=self)))

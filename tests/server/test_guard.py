@@ -164,17 +164,17 @@ async def turns(body: bytes) -> int:
 
 
 def test_others_get_their_turn_while_a_large_body_is_looked_at() -> None:
-    assert asyncio.run(turns(b'"' + b"[" * (8 * shape.PIECE) + b'"')) >= 8
+    assert asyncio.run(turns(b'"' + b"[" * (8 * shape.SLICE) + b'"')) >= 8
 
 
 def test_a_deep_body_is_left_at_its_first_piece() -> None:
-    assert asyncio.run(turns(b"[" * (8 * shape.PIECE))) < 4
+    assert asyncio.run(turns(b"[" * (8 * shape.SLICE))) < 4
 
 
 def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps([{"a\\": ['"[[', "\\", [1, {"b": "]"}]]}, '\\\\"']).encode()
     for size in (1, 2, 3, 7):
-        monkeypatch.setattr(shape, "PIECE", size)
+        monkeypatch.setattr(shape, "SLICE", size)
         assert shape.nesting(text) == 5
 
 

@@ -6,19 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import mistral
 
-from onekv.server.deltas import CallDelta, TextDelta
-from onekv.server.segments import Format, Splitter
+from onekv.server.deltas import TextDelta, ToolCallDelta
+from onekv.server.segments import Markers, Splitter
 
-HERMES = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
+HERMES = Markers("<think>", "</think>", "<tool_call>", "</tool_call>")
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-CALL = CallDelta("weather", '{"city": "Rome"}')
+CALL = ToolCallDelta("weather", '{"city": "Rome"}')
 
 
-def split(pieces: list[str], form: Format = HERMES, thinking: bool = False) -> list[TextDelta | CallDelta]:
+def split(pieces: list[str], form: Markers = HERMES, thinking: bool = False) -> list[TextDelta | ToolCallDelta]:
     """All that comes out, with neighbours of one kind joined."""
     splitter = Splitter(form, thinking)
     found = [each for piece in pieces for each in splitter.feed(piece)] + splitter.finish()
-    joined: list[TextDelta | CallDelta] = []
+    joined: list[TextDelta | ToolCallDelta] = []
     for each in found:
         last = joined[-1] if joined else None
         if isinstance(each, TextDelta) and isinstance(last, TextDelta) and last.kind == each.kind:
@@ -29,7 +29,7 @@ def split(pieces: list[str], form: Format = HERMES, thinking: bool = False) -> l
 
 
 def test_plain_text_is_given_at_once():
-    splitter = Splitter(Format())
+    splitter = Splitter(Markers())
     assert splitter.feed("a < b ") == [TextDelta("content", "a < b ")]
     assert splitter.feed("<think>") == [TextDelta("content", "<think>")]
     assert splitter.finish() == []
@@ -84,7 +84,7 @@ def test_arguments_as_text():
 
 
 def test_calls_that_run_to_the_end():
-    form = Format(call_start="[TOOL_CALLS]", call_end="", parse=mistral.parse_tool_call)
+    form = Markers(call_start="[TOOL_CALLS]", call_end="", parse=mistral.parse_tool_call)
     assert split(['Sure. [TOOL_CALLS]weather[ARGS]{"city": "Rome"}'], form) == [TextDelta("content", "Sure."), CALL]
     cut_off = '[TOOL_CALLS]weather[ARGS]{"city"'
     assert split([cut_off], form) == [TextDelta("content", cut_off)]

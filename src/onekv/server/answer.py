@@ -40,7 +40,7 @@ def frame(data: Mapping[str, Any] | str, name: str | None = None) -> str:
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
 
 
-class Reader(Protocol):
+class Choice(Protocol):
     """Makes typed deltas of what the engine emits for one generation; the last is a `Finish`."""
 
     def read(self, event: Piece | End) -> list[TypedDelta]: ...
@@ -48,10 +48,10 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be generated; one reader for each prompt."""
+    """What is to be generated; one choice for each."""
 
     prompts: list[Prompt]
-    readers: list[Reader]
+    choices: list[Choice]
 
 
 class Answer(ABC):
@@ -104,7 +104,7 @@ class AnswerResponse(Response):
                 if self._stream:
                     await self._send_frames(prepared, inbox, send)
                     return
-                said = await _collect(prepared.readers, inbox)
+                said = await _collect(prepared.choices, inbox)
             finally:
                 listening.cancel()
         await JSONResponse(self._answer.whole(said))(scope, receive, send)
@@ -112,7 +112,7 @@ class AnswerResponse(Response):
     async def _send_frames(self, prepared: Prepared, inbox: Inbox, send: Send) -> None:
         text = "".join(self._answer.begin(len(prepared.prompts[0].tokens)))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        rendering = _Rendering(self._answer, prepared.readers)
+        rendering = _Rendering(self._answer, prepared.choices)
         now = asyncio.get_running_loop().time
         due = now() + KEEP_ALIVE_S
         while True:
@@ -134,14 +134,14 @@ class AnswerResponse(Response):
 class _Rendering:
     """An answer that is being streamed; `open` generations have not ended."""
 
-    def __init__(self, answer: Answer, readers: list[Reader]) -> None:
-        self._answer, self._readers = answer, readers
-        self.open = len(readers)
+    def __init__(self, answer: Answer, choices: list[Choice]) -> None:
+        self._answer, self._choices = answer, choices
+        self.open = len(choices)
 
     def frames(self, events: list[tuple[int, Event]]) -> Iterator[str]:
         """What `events` become; the last of all, too."""
         try:
-            for index, delta in _deltas(self._readers, events):
+            for index, delta in _deltas(self._choices, events):
                 yield from self._answer.add(index, delta)
                 self.open -= isinstance(delta, Finish)
             if not self.open:
@@ -151,17 +151,17 @@ class _Rendering:
             yield from self._answer.fail(for_client(error))
 
 
-async def _collect(readers: list[Reader], inbox: Inbox) -> list[list[TypedDelta]]:
-    said: list[list[TypedDelta]] = [[] for _ in readers]
-    left = len(readers)
+async def _collect(choices: list[Choice], inbox: Inbox) -> list[list[TypedDelta]]:
+    said: list[list[TypedDelta]] = [[] for _ in choices]
+    left = len(choices)
     while left:
-        for index, delta in _deltas(readers, await inbox.take()):
+        for index, delta in _deltas(choices, await inbox.take()):
             said[index].append(delta)
             left -= isinstance(delta, Finish)
     return said
 
 
-def _deltas(readers: list[Reader], events: list[tuple[int, Event]]) -> Iterator[tuple[int, TypedDelta]]:
+def _deltas(choices: list[Choice], events: list[tuple[int, Event]]) -> Iterator[tuple[int, TypedDelta]]:
     """Raises the error of a generation that failed."""
     for index, event in events:
         if isinstance(event, OneKVError):
@@ -169,7 +169,7 @@ def _deltas(readers: list[Reader], events: list[tuple[int, Event]]) -> Iterator[
         if isinstance(event, End) and event.finish_reason == "cancelled":
             # Whoever cancels by itself does not read on.
             raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
-        for delta in readers[index].read(event):
+        for delta in choices[index].read(event):
             yield index, delta
 
 

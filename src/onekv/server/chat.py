@@ -13,12 +13,12 @@ from .answer import Prepared
 from .backend import Backend, Prompt
 from .call import ChatCall
 from .constrain import constraint_for
-from .deltas import CallDelta, Finish, TextDelta, TypedDelta
-from .prompt import render, text_format
+from .deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
+from .prompt import markers_of, render
 from .segments import Splitter
 
 
-class ChatReader:
+class ChatChoice:
     """Reads one choice."""
 
     def __init__(self, splitter: Splitter, stop_tokens: Container[int]) -> None:
@@ -36,9 +36,9 @@ class ChatReader:
         logprobs = [event.logprobs[index] for index in shown if event.logprobs]
         return [*self._counted(self._splitter.feed(event.text, tokens, logprobs))]
 
-    def _counted(self, found: list[TextDelta | CallDelta]) -> list[TextDelta | CallDelta]:
+    def _counted(self, found: list[TextDelta | ToolCallDelta]) -> list[TextDelta | ToolCallDelta]:
         for delta in found:
-            if isinstance(delta, CallDelta):
+            if isinstance(delta, ToolCallDelta):
                 self._called = True
             elif delta.kind == "reasoning":
                 self._reasoning_tokens += len(delta.tokens)
@@ -49,7 +49,7 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
     """The `call.n` choices of an answer. Raises BadRequestError for what cannot be rendered or enforced."""
     rendered = render(backend, call)
     constraint = constraint_for(backend, call, rendered.thinking)
-    form = text_format(backend.tokenizer, call)
+    markers = markers_of(backend.tokenizer, call)
     prompts = [
         Prompt(
             rendered.tokens,
@@ -63,5 +63,5 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
         )
         for index in range(call.n)
     ]
-    readers = [ChatReader(Splitter(form, rendered.thinking), backend.llm.stop_tokens) for _ in prompts]
-    return Prepared(prompts, [*readers])
+    choices = [ChatChoice(Splitter(markers, rendered.thinking), backend.llm.stop_tokens) for _ in prompts]
+    return Prepared(prompts, [*choices])

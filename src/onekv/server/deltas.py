@@ -1,6 +1,6 @@
 """What the model says, as it comes: the same for all APIs, each of which only writes it in its own format.
 
-    TextDelta, CallDelta ... -> Finish        per choice; the choices of one answer come mixed
+    TextDelta, ToolCallDelta ... -> Finish        per choice; the choices of one answer come mixed
 
 A call is given whole: what its markers enclose can only be read when it has ended.
 """
@@ -30,7 +30,7 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
-class CallDelta:
+class ToolCallDelta:
     """A tool call; `arguments` is JSON text of an object."""
 
     name: str
@@ -63,4 +63,4 @@ class Finish:
         )
 
 
-TypedDelta = TextDelta | CallDelta | Finish
+TypedDelta = TextDelta | ToolCallDelta | Finish

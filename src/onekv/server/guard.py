@@ -16,7 +16,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from ..errors import OneKVError
 from .errors import (
@@ -67,7 +68,7 @@ class Guard:
         """Whatever fails that no handler knows is logged, and the client is told no more than where."""
         started = False
 
-        async def sending(message: Message) -> None:
+        async def sending(message: ASGIMessage) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -115,19 +116,18 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
             raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are read (--max-body)")
-        parts: list[bytes] = []
+        received: list[bytes] = []
         size, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise BadRequestError("the connection was closed before the body was complete")
-            part: bytes = message.get("body", b"")
-            size += len(part)
+            received.append(message.get("body", b""))
+            size += len(received[-1])
             if size > self._max_body:
                 raise TooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
-            parts.append(part)
             more = message.get("more_body", False)
-        body = b"".join(parts)
+        body = b"".join(received)
         await check_shape(body)
         return body
 
@@ -139,11 +139,11 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
-def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[ASGIMessage]]:
     """`receive` as if nobody had read the body yet."""
     given = False
 
-    async def replayed() -> Message:
+    async def replayed() -> ASGIMessage:
         nonlocal given
         if given:
             return await receive()

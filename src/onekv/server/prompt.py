@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 from .backend import Backend
 from .call import ChatCall, ChatMessage
 from .errors import BadRequestError
-from .segments import Format
+from .segments import Markers
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _JSON_PARSER = "mlx_lm.tool_parsers.json_tools"
@@ -81,15 +81,15 @@ def calls_as_json(tokenizer: Any) -> bool:
     return not knows_tools(tokenizer) or tokenizer.tool_parser.__module__ == _JSON_PARSER
 
 
-def text_format(tokenizer: Any, call: ChatCall) -> Format:
+def markers_of(tokenizer: Any, call: ChatCall) -> Markers:
     """The markers to expect in the answers to `call`."""
-    form = Format(tokenizer.think_start, tokenizer.think_end)
+    markers = Markers(tokenizer.think_start, tokenizer.think_end)
     if not uses_tools(call):
-        return form
+        return markers
     if not knows_tools(tokenizer):
-        return replace(form, call_start=CALL_START, call_end=CALL_END, parse=_load)
+        return replace(markers, call_start=CALL_START, call_end=CALL_END, parse=_load)
     return replace(
-        form,
+        markers,
         call_start=tokenizer.tool_call_start,
         call_end=tokenizer.tool_call_end,
         parse=lambda text: tokenizer.tool_parser(text, call.tools),

@@ -13,7 +13,7 @@ from ...errors import OneKVError
 from ..answer import Answer, AnswerResponse, frame
 from ..backend import Backend
 from ..chat import prepare
-from ..deltas import CallDelta, Finish, TextDelta, TypedDelta
+from ..deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
 from ..errors import anthropic_body
 from .convert import check_model, full_call
 from .schema import MessagesBody, NoChoice
@@ -54,7 +54,7 @@ class MessageAnswer(Answer):
             yield from self._close()
             yield _frame("message_delta", delta=self._stop(delta), usage=_usage(delta))
         elif self._shown(delta):
-            if self._kind != _kind(delta) or isinstance(delta, CallDelta):
+            if self._kind != _kind(delta) or isinstance(delta, ToolCallDelta):
                 yield from self._close()
                 self._index, self._kind = self._index + 1, _kind(delta)
                 yield _frame("content_block_start", index=self._index, content_block=_empty(delta))
@@ -74,7 +74,7 @@ class MessageAnswer(Answer):
                 message |= {"content": content, **self._stop(delta), "usage": _usage(delta)}
             elif not self._shown(delta):
                 continue
-            elif isinstance(delta, CallDelta):
+            elif isinstance(delta, ToolCallDelta):
                 content.append({**_empty(delta), "input": json.loads(delta.arguments)})
             else:
                 if not content or content[-1]["type"] != _kind(delta):
@@ -82,7 +82,7 @@ class MessageAnswer(Answer):
                 content[-1][_kind(delta)] += delta.text
         return message
 
-    def _shown(self, delta: TextDelta | CallDelta) -> bool:
+    def _shown(self, delta: TextDelta | ToolCallDelta) -> bool:
         if isinstance(delta, TextDelta):
             return bool(delta.text)
         first, self._called = not self._called, True
@@ -128,25 +128,25 @@ def _frame(kind: str, **fields: Any) -> str:
     return frame({"type": kind, **fields}, kind)
 
 
-def _kind(delta: TextDelta | CallDelta) -> str:
+def _kind(delta: TextDelta | ToolCallDelta) -> str:
     """The type of the block that `delta` belongs to."""
-    if isinstance(delta, CallDelta):
+    if isinstance(delta, ToolCallDelta):
         return "tool_use"
     return "thinking" if delta.kind == "reasoning" else "text"
 
 
-def _empty(delta: TextDelta | CallDelta) -> dict[str, Any]:
+def _empty(delta: TextDelta | ToolCallDelta) -> dict[str, Any]:
     """A block of the kind of `delta`, without its content."""
-    if isinstance(delta, CallDelta):
+    if isinstance(delta, ToolCallDelta):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if delta.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _change(delta: TextDelta | CallDelta) -> dict[str, str]:
+def _change(delta: TextDelta | ToolCallDelta) -> dict[str, str]:
     """What the API calls a delta."""
-    if isinstance(delta, CallDelta):
+    if isinstance(delta, ToolCallDelta):
         return {"type": "input_json_delta", "partial_json": delta.arguments}
     kind = _kind(delta)
     return {"type": f"{kind}_delta", kind: delta.text}

@@ -13,7 +13,7 @@ from ..answer import Answer, AnswerResponse, frame
 from ..backend import Backend
 from ..call import ChatCall
 from ..chat import prepare
-from ..deltas import CallDelta, Finish, TextDelta, TypedDelta
+from ..deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
 from ..errors import BadRequestError, openai_body
 from .common import DONE, TokenTexts, fingerprint, new_id, usage
 from .schema import ChatBody
@@ -72,7 +72,7 @@ class ChatAnswer(Answer):
         if isinstance(delta, TextDelta):
             name = "content" if delta.kind == "content" else "reasoning_content"
             yield self._chunk(index, {name: delta.text}, logprobs=self._logprobs([delta]))
-        elif isinstance(delta, CallDelta):
+        elif isinstance(delta, ToolCallDelta):
             yield self._chunk(index, {"tool_calls": [{"index": self._calls[index], **_tool_call(delta)}]})
             self._calls[index] += 1
         else:
@@ -132,7 +132,7 @@ def _message(deltas: list[TypedDelta]) -> dict[str, Any]:
         "".join(delta.text for delta in deltas if isinstance(delta, TextDelta) and delta.kind == kind)
         for kind in ("content", "reasoning")
     )
-    calls = [_tool_call(delta) for delta in deltas if isinstance(delta, CallDelta)]
+    calls = [_tool_call(delta) for delta in deltas if isinstance(delta, ToolCallDelta)]
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -141,5 +141,5 @@ def _message(deltas: list[TypedDelta]) -> dict[str, Any]:
     return message
 
 
-def _tool_call(call: CallDelta) -> dict[str, Any]:
+def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

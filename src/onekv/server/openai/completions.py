@@ -48,10 +48,10 @@ def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
         for tokens in map(backend.encode, body.prompt)
         for index in range(n)
     ]
-    return Prepared(prompts, [_PlainReader() for _ in prompts])
+    return Prepared(prompts, [_PlainChoice() for _ in prompts])
 
 
-class _PlainReader:
+class _PlainChoice:
     """All text is content, with every token it came with."""
 
     def read(self, event: Piece | End) -> list[TypedDelta]:

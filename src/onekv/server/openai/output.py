@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..deltas import CallDelta, TextDelta
+from ..deltas import TextDelta, ToolCallDelta
 from .common import TokenTexts, new_id
 
 # As the API has them, before they are written.
@@ -12,7 +12,7 @@ StreamEvent = dict[str, Any]
 OutputItem = dict[str, Any]
 
 
-class Output:
+class ResponseOutput:
     """Each item is added, filled by deltas and done before the next one is added."""
 
     def __init__(self, texts: TokenTexts) -> None:
@@ -21,8 +21,8 @@ class Output:
         # The last item of `items` while text is still added to it.
         self._open: OutputItem | None = None
 
-    def add(self, delta: TextDelta | CallDelta) -> Iterator[StreamEvent]:
-        if isinstance(delta, CallDelta):
+    def add(self, delta: TextDelta | ToolCallDelta) -> Iterator[StreamEvent]:
+        if isinstance(delta, ToolCallDelta):
             yield from self.close("completed")
             yield from self._call(delta)
             return
@@ -87,7 +87,7 @@ class Output:
         yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": {**content}}
         item["content"].append(content)
 
-    def _call(self, call: CallDelta) -> Iterator[StreamEvent]:
+    def _call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
         item = {
             "id": new_id("fc_"),
             "type": "function_call",

@@ -16,7 +16,7 @@ from ..chat import prepare
 from ..deltas import Finish, TypedDelta
 from ..errors import BadRequestError
 from .common import TokenTexts, new_id
-from .output import Output, StreamEvent
+from .output import ResponseOutput, StreamEvent
 from .responses_schema import ResponsesBody, messages_of
 from .store import ResponseStore
 
@@ -85,7 +85,7 @@ class ResponseAnswer(Answer):
     ) -> None:
         """`keep` is called with the finished response and what was said."""
         self._keep = keep
-        self._output = Output(TokenTexts(backend))
+        self._output = ResponseOutput(TokenTexts(backend))
         self._response = _empty(backend, body)
         # Frames written so far.
         self._number = 0
