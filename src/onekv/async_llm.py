@@ -1,17 +1,12 @@
 """`LLM` for an event loop: the same calls, awaited, over the thread that owns the engine.
 
 `AsyncLLM` owns an `EngineThread` and the `LLM` that was made in it. A call makes requests in the caller's thread and
-submits them as jobs; nothing else of the engine is touched from outside, except by `call`, between two steps.
-
-    engine's thread   emit -> Post.put          one wake-up of the loop for all that comes until it has woken
-    event loop        Post.deliver -> Inbox     events of one call, until its reader takes all there are
-                      reader                    deltas of one request that came together are handed over as one
-
-The engine never waits for a reader. A reader that is cancelled, closed or dropped cancels its jobs.
+submits them as jobs; nothing else of the engine is touched from outside, except by `call`, between two steps. What
+jobs emit comes into the call's `Inbox`; deltas of one request that came together are handed over as one. A reader that
+is cancelled, closed or dropped cancels its jobs.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -25,6 +20,7 @@ from .ask import Message, Prompt
 from .completion import Answer, Completion
 from .engine import Delta, End, Engine, EngineThread, Event, Job, Request, Sampling
 from .errors import OneKVError, OverloadedError, SettingError
+from .inbox import Inbox, Post
 from .llm import LLM
 from .models import DEFAULT_MODEL
 
@@ -34,61 +30,11 @@ AnyReader = TypeVar("AnyReader", bound="_Reader")
 Observer = Callable[[Event], None]
 
 
-class Inbox:
-    """Events of one call, with the index of their request; one reader at a time waits for them."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[int, Event]] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, index: int, event: Event) -> None:
-        self._events.append((index, event))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> list[tuple[int, Event]]:
-        """All that has come; waits until something has."""
-        while not self._events:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        events, self._events = self._events, []
-        return events
-
-
-class Post:
-    """Carries events from the engine's thread to one event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._events: deque[tuple[Inbox, int, Event]] = deque()
-        self._called = False
-
-    def put(self, inbox: Inbox, index: int, event: Event) -> None:
-        """In the engine's thread. The loop is woken once, however much comes before it wakes."""
-        # A loop that was closed has nobody left to read.
-        if self.loop.is_closed():
-            return
-        self._events.append((inbox, index, event))
-        if not self._called:
-            self._called = True
-            self.loop.call_soon_threadsafe(self._deliver)
-
-    def _deliver(self) -> None:
-        # First: what comes from now on has the loop woken again.
-        self._called = False
-        while self._events:
-            inbox, index, event = self._events.popleft()
-            inbox.put(index, event)
-
-
 class _Reader:
     """Reads the requests of one call; `AsyncStream` and `AsyncBatchStream` say what of it they give."""
 
     def __init__(self, llm: "AsyncLLM", requests: list[Request]) -> None:
-        self._llm, self._inbox = llm, Inbox()
+        self._llm = llm
         self._jobs: list[Job] = []
         self._answers = [Answer(request) for request in requests]
         # Deltas that came and were not given out, by request.
@@ -97,7 +43,7 @@ class _Reader:
         # Those whose end did not come, and whether its reader wants no more.
         self._open = set(range(len(requests)))
         self._aborted = False
-        self._jobs = llm.submit(requests, [self._inbox] * len(requests))
+        self._inbox, self._jobs = llm.submit(requests)
 
     async def _next(self) -> tuple[int, str]:
         """The next text and whose it is. Raises StopAsyncIteration at the end of all."""
@@ -107,7 +53,7 @@ class _Reader:
                     raise self._failed
                 if not self._open:
                     raise StopAsyncIteration
-                for index, event in await self._inbox.get():
+                for index, event in await self._inbox.take():
                     self._note(index, event)
         except BaseException:
             # Cancelled, or one of several failed.
@@ -155,7 +101,7 @@ class _Reader:
         """Stop generating and release everything; what was generated stays in the completion."""
         self.abort()
         while self._open:
-            for index, event in await self._inbox.get():
+            for index, event in await self._inbox.take():
                 self._note(index, event)
         while self._take() is not None:
             pass
@@ -356,21 +302,20 @@ class AsyncLLM:
     def __repr__(self) -> str:
         return f"Async{self._llm!r}" if self._llm is not None else "AsyncLLM(not open)"
 
-    def submit(
-        self, requests: list[Request], inboxes: list[Inbox], observers: Sequence[Observer] | None = None
-    ) -> list[Job]:
-        """Start all of `requests` or none; what one emits comes into its inbox, with its index."""
+    def submit(self, requests: list[Request], observers: Sequence[Observer] = ()) -> tuple[Inbox, list[Job]]:
+        """Start all of `requests` or none; what they emit comes into the inbox. `observers`: one for each, or none."""
         self.thread.check_open()
         loop = asyncio.get_running_loop()
         if self._post is None or self._post.loop is not loop:
             self._post = Post(loop)
-        emits: list[Observer] = [partial(self._post.put, inbox, index) for index, inbox in enumerate(inboxes)]
-        if observers is not None:
+        inbox = Inbox(len(requests), self._post)
+        emits: list[Observer] = [partial(inbox.put, index) for index in range(len(requests))]
+        if observers:
             emits = [partial(_both, *pair) for pair in zip(observers, emits, strict=True)]
         outputs = [self.llm.output(request) for request in requests]
         jobs = [Job(*each) for each in zip(requests, outputs, emits, strict=True)]
         self.thread.submit(jobs)
-        return jobs
+        return inbox, jobs
 
     def _open(self, kind: type[AnyReader], requests: list[Request], request_id: str | None) -> AnyReader:
         other = self._named.get(request_id) if request_id is not None else None

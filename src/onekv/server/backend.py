@@ -1,20 +1,21 @@
 """The model behind the server, as the event loop sees it.
 
 `Backend` owns an `AsyncLLM` and adds what a server needs: the model's name, the longest answer, metrics. `generate`
-turns prompts into `Generation`s: async iterators over what the engine emits. A generation that is dropped (its client
-went away) is cancelled when it is closed; always use it as
+starts generations, whose events come into one `Inbox`; those that have not ended when the block is left (the client
+went away) are cancelled:
 
-    async with backend.generate([...]) as generations: ...
+    with backend.generate([...]) as inbox: ...
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..async_llm import AsyncLLM, Inbox
-from ..engine import Constraint, Delta, End, Event, Request, Sampling
-from ..errors import OneKVError, OverloadedError, TooLongError
+from ..async_llm import AsyncLLM
+from ..engine import Constraint, Request, Sampling
+from ..errors import OneKVError, TooLongError
+from ..inbox import Inbox
 from ..llm import LLM
 from ..models import DEFAULT_MODEL
 from .errors import BadRequestError, NotFoundError
@@ -36,39 +37,6 @@ class Prompt:
     salt: str = ""
     # Where there is room for less than `max_tokens`, take what there is.
     clamp: bool = False
-
-
-class Generation(AsyncIterator[Delta]):
-    """Text as it comes; what came together is one delta. Raises the request's OneKVError; `end` is set at the end."""
-
-    def __init__(self) -> None:
-        self.inbox = Inbox()
-        self.end: End | None = None
-        # What came after the delta that was given out last.
-        self._last: End | OneKVError | None = None
-
-    async def __anext__(self) -> Delta:
-        if self._last is None:
-            delta = self._joined(await self.inbox.get())
-            if delta is not None:
-                return delta
-        if isinstance(self._last, OneKVError):
-            raise self._last
-        self.end = self._last
-        if self.end is not None and self.end.finish_reason == "cancelled":
-            # Whoever cancels by itself does not read on.
-            raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
-        raise StopAsyncIteration
-
-    def _joined(self, events: list[tuple[int, Event]]) -> Delta | None:
-        """All deltas of `events` as one, if there are any."""
-        joined = None
-        for _, event in events:
-            if isinstance(event, Delta):
-                joined = event if joined is None else joined + event
-            else:
-                self._last = event
-        return joined
 
 
 class Backend:
@@ -133,21 +101,19 @@ class Backend:
             )
         return wanted if wanted is not None else min(room, self.default_max_tokens)
 
-    @asynccontextmanager
-    async def generate(self, prompts: list[Prompt]) -> AsyncIterator[list[Generation]]:
+    @contextmanager
+    def generate(self, prompts: list[Prompt]) -> Iterator[Inbox]:
         """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
-        generations = [Generation() for _ in prompts]
         try:
             requests = [self._request(prompt) for prompt in prompts]
-            observers = [self.metrics.observe(request) for request in requests]
-            jobs = self.engine.submit(requests, [generation.inbox for generation in generations], observers)
+            inbox, jobs = self.engine.submit(requests, [self.metrics.observe(request) for request in requests])
         except OneKVError as error:
             self.metrics.refused(error)
             raise
         try:
-            yield generations
+            yield inbox
         finally:
-            left = [job for job, generation in zip(jobs, generations, strict=True) if generation.end is None]
+            left = [job for index, job in enumerate(jobs) if index in inbox.open]
             if left:
                 self.thread.cancel(left)
 
@@ -157,5 +123,6 @@ class Backend:
         return Request(prompt.tokens, count, sampling, salt=prompt.salt, constraint=prompt.constraint)
 
     async def call(self, function: Callable[[LLM], Result]) -> Result:
-        """Run `function` in the engine's thread, between two steps."""
+        """Run `function` in the engine's thread, between two steps. Raises OverloadedError where that has ended."""
+        self.thread.check_open()
         return await self.engine.call(function)

@@ -6,10 +6,12 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import APIRouter
 
 from ..errors import SettingError
 from ..report import plan_table
@@ -47,11 +49,13 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
     server.run(sockets=[listener])
 
 
-def make_server(backend: Backend, settings: ServerSettings, limits: Limits) -> "Server":
+def make_server(
+    backend: Backend, settings: ServerSettings, limits: Limits, routers: Sequence[APIRouter] = ()
+) -> "Server":
     """A server for a backend that was started; `run` or `serve` it with a socket that listens."""
     quiet_uvicorn()
     config = uvicorn.Config(
-        create_app(backend, settings),
+        create_app(backend, settings, routers),
         http=partial(Connection, limits),  # type: ignore[arg-type]
         ws="none",
         backlog=limits.accepted_at_once,
