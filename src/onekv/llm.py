@@ -22,10 +22,10 @@ from .completion import Completion
 from .config import Settings
 from .engine import Engine, Request, Sampling, TextOutput
 from .errors import OneKVError, SettingError, TooLongError
-from .memory import cpu_encoded
-from .memory.calibration import calibration_tokens
+from .memory.attention.numba import encoded as cpu_encoded
 from .memory.figures import PoolStats
 from .memory.formats import KVFormat, parse
+from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
 from .stats import MemoryStats, Stats, read_stats
@@ -130,10 +130,8 @@ class LLM:
                 self.model,
                 self.plan,
                 self.stop_tokens,
-                self.settings.prefix_cache,
-                self.settings.decode_steps,
-                tier,
-                self.settings.disk_policy == "write_through",
+                self.settings,
+                [tier] if tier is not None else [],
                 StoreBar() if progress else None,
             )
             self._driver = Driver(engine, self.settings.check_integrity)
@@ -259,22 +257,19 @@ class LLM:
 
     def unpin(self, prompt: Prompt, salt: str = "") -> None:
         """Let the blocks of a prompt that was generated from with `pin=True` be evicted again."""
-        if self.engine.prefix is not None:
-            self.engine.prefix.unpin(ask.encode(prompt, self.tokenizer), salt)
+        self.engine.prefix.unpin(ask.encode(prompt, self.tokenizer), salt)
 
     def probe(self, prompt: Prompt, salt: str = "") -> Probe:
         """How much of a prompt is cached now; changes nothing."""
         tokens = ask.encode(prompt, self.tokenizer)
-        if self.engine.prefix is None:
-            return Probe(len(tokens), 0, 0, "the prefix cache is off")
         return Probe(len(tokens), *self.engine.prefix.probe(tokens, salt))
 
     def clear_cache(self) -> Freed:
         """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
-        before = self.stats().pools
-        if self.engine.prefix is not None:
-            self.engine.prefix.clear()
-        blocks = [now.free - then.free for now, then in zip(self.stats().pools, before, strict=True)]
+        before = self.engine.memory.stats().pools
+        self.engine.prefix.clear()
+        after = self.engine.memory.stats().pools
+        blocks = [now.free - then.free for now, then in zip(after, before, strict=True)]
         return Freed(sum(blocks), sum(n * pool.block_bytes for n, pool in zip(blocks, before, strict=True)))
 
     def stats(self) -> Stats:

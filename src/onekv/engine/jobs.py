@@ -76,7 +76,7 @@ class Jobs:
 
     def step(self, engine: Engine) -> None:
         """Let the engine make one step, and emit what is new."""
-        for request in engine.step():
+        for request in engine.step().changed:
             self._pump(engine, request)
 
     def cancel(self, engine: Engine, jobs: Iterable[Job]) -> None:

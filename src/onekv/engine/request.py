@@ -3,8 +3,8 @@
     waiting -> loading -> prefilling -> running -> finished
        \\_________\\___________\\___________\\____-> finished ("cancelled", or "error" with `error` set)
 
-`state` says where it is; the engine alone changes it. While it loads, prefills or runs it owns an open `Sequence`,
-which the engine closes when the request finishes.
+`state` says where it is; the scheduler alone changes it (scheduler.py). While it loads, prefills or runs it has a
+`Lease` on memory, which the engine ends when the request finishes.
 """
 
 import secrets
@@ -15,11 +15,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..errors import OneKVError
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
+from ..prefix.lease import Lease
 from .params import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-State = Literal["new", "waiting", "loading", "prefilling", "running", "finished"]
+RequestState = Literal["new", "waiting", "looking", "loading", "prefilling", "running", "finished"]
 
 
 class Constraint(Protocol):
@@ -64,8 +65,8 @@ class Request:
     error: OneKVError | None = None
 
     def __post_init__(self) -> None:
-        self.state: State = "new"
-        self.sequence: Sequence | None = None
+        self.state: RequestState = "new"
+        self.lease: Lease | None = None
         # One for each of `tokens`, if they were asked for.
         self.logprobs: list[Logprob] = []
         self.cached_tokens = 0
@@ -83,6 +84,11 @@ class Request:
         """A model's own stop tokens end the answer, too, unless they are to be ignored."""
         if not self.sampling.ignore_eos:
             self.stop_tokens |= stop_tokens
+
+    @property
+    def sequence(self) -> Sequence:
+        assert self.lease is not None, f"a request that is {self.state} has no sequence"
+        return self.lease.sequence
 
     @property
     def max_length(self) -> int:

@@ -193,7 +193,7 @@ class EngineThread:
 
     def _expire(self, engine: Engine) -> None:
         now = self._now()
-        old = [request for request in engine.waiting if now - request.created > self._max_wait]
+        old = [request for request in engine.scheduler.waiting if now - request.created > self._max_wait]
         for request in old:
             waited = f"the request waited {self._max_wait:.0f} s for its turn (--max-wait)"
             self._jobs.fail(engine, request, OverloadedError(waited, retry_after=10))
