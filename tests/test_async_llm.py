@@ -255,8 +255,8 @@ def test_a_block_that_is_lost_ends_it():
 
 SCRIPT = """
 import asyncio
-from architectures import build
 from onekv import AsyncLLM
+from architectures import build
 
 async def main():
     async with AsyncLLM(build("llama"), kv_memory="1MB", block_size=16) as llm:

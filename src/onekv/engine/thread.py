@@ -12,11 +12,13 @@ If the engine cannot go on, the thread ends, and every job with it: nobody waits
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from ..errors import OverloadedError
@@ -25,6 +27,10 @@ from .jobs import Job, Jobs
 
 log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
+
+
+# How long a thread that Python has joined may take to end.
+GONE_SECONDS = 10.0
 
 
 class EngineThread:
@@ -124,6 +130,7 @@ class EngineThread:
             self._stopping = True
         self._orders.put(None)
         self._thread.join()
+        _wait_until_gone(self._thread)
 
     # In the engine's thread
 
@@ -197,3 +204,13 @@ class EngineThread:
         for request in old:
             waited = f"the request waited {self._max_wait:.0f} s for its turn (--max-wait)"
             self._jobs.fail(engine, request, OverloadedError(waited, retry_after=10))
+
+
+def _wait_until_gone(thread: threading.Thread) -> None:
+    """MLX frees what a thread compiled when the system ends it, and needs the interpreter for that: if that is being
+    taken down by then, the process aborts. Before Python 3.13 `join` returns earlier.
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    deadline = time.monotonic() + GONE_SECONDS
+    while sys.version_info < (3, 13) and task.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
