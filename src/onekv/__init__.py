@@ -7,10 +7,23 @@ from .errors import OneKVError
 from .models.blas import ensure_fast_blas as _ensure_fast_blas
 
 if TYPE_CHECKING:
-    from .llm import LLM, Completion, Stats, Stream
+    from .async_llm import AsyncBatchStream, AsyncLLM, AsyncStream
+    from .llm import LLM, BatchStream, Completion, Sampling, Stats, Stream
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "OneKVError", "Stats", "Stream", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncBatchStream",
+    "AsyncLLM",
+    "AsyncStream",
+    "BatchStream",
+    "Completion",
+    "OneKVError",
+    "Sampling",
+    "Stats",
+    "Stream",
+    "__version__",
+]
 
 # Before anything imports MLX: it links its matrix products when it is loaded.
 if (_missing := _ensure_fast_blas()) is not None:
@@ -19,7 +32,11 @@ if (_missing := _ensure_fast_blas()) is not None:
 
 def __getattr__(name: str) -> Any:
     """MLX and its models are imported when they are first used: a command's help does not need them."""
-    if name in ("LLM", "Completion", "Stats", "Stream"):
+    if name.startswith("Async") and name in __all__:
+        from . import async_llm
+
+        return getattr(async_llm, name)
+    if name in __all__:
         from . import llm
 
         return getattr(llm, name)

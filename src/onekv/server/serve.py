@@ -6,9 +6,11 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 import uvicorn
+from fastapi import APIRouter
 
 from ..config import Settings
 from ..errors import SettingError
@@ -47,11 +49,13 @@ def serve(model: str, settings: ServerSettings, engine: Settings) -> None:
     server.run(sockets=[listener])
 
 
-def make_server(backend: Backend, settings: ServerSettings, limits: Limits) -> "Server":
+def make_server(
+    backend: Backend, settings: ServerSettings, limits: Limits, routers: Sequence[APIRouter] = ()
+) -> "Server":
     """A server for a backend that was started; `run` or `serve` it with a socket that listens."""
     quiet_uvicorn()
     config = uvicorn.Config(
-        create_app(backend, settings),
+        create_app(backend, settings, routers),
         http=partial(Connection, limits),  # type: ignore[arg-type]
         ws="none",
         backlog=limits.accepted_at_once,
