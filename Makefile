@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a machine with Python 3.10+ and make: `make demo` and `make test`.
+# Two commands do all the set-up on a machine with Python 3.11+ and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 
 # Installed again whenever the requirements change.
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'OneKV needs Python 3.10 or newer; try make PYTHON=python3.12')"
+	$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and 'OneKV needs Python 3.11 to 3.14; try make PYTHON=python3.12')"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --editable '.[server,cpu]' --group dev

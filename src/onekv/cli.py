@@ -13,6 +13,7 @@ from typing import Any
 from . import __version__, config
 from .errors import OneKVError, PromptError, SettingError
 from .models import DEFAULT_MODEL
+from .models.build import require_mlx
 
 EXAMPLES = """examples:
   onekv chat                                        talk to the default model
@@ -31,12 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int | None:
         if given[:1] == ["mlx-server"]:
+            require_mlx()
             # Its flags are mlx_lm.server's, which has its own parser.
             from .mlx_lm.server import main as mlx_server
 
             mlx_server(given[1:])
             return 0
         arguments = _parser().parse_args(given)
+        require_mlx()
         status: int | None = arguments.run(arguments)
         return status
 
