@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test lint format clean
+.PHONY: demo serve test wheel-test lint format clean
 
 # Installed again whenever the requirements change.
 $(VENV)/installed: pyproject.toml
@@ -22,6 +22,9 @@ serve: $(VENV)/installed  ## serve the default model on http://127.0.0.1:8000
 # Two processes with one thread each: with more, the threads of both fight for the cores.
 test: $(VENV)/installed  ## run all tests
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+wheel-test: $(VENV)/installed  ## build the wheel, install it in a bare environment, use it
+	$(BIN)/python .ci/wheel_test.py
 
 lint: $(VENV)/installed  ## style and types
 	$(BIN)/ruff check .

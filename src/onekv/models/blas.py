@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from ..errors import FetchError
-from .build import build_in_place, package_parents
+from .build import build_in_place, has_library, package_parents
 from .paths import cache_dir
 
 _NAMES = ("sgemm", "dgemm", "cgemm", "zgemm")
@@ -50,7 +50,8 @@ def ensure_fast_blas() -> str | None:
     try:
         _load_from_pypi()
     except _Missing as missing:
-        if not _load_from_system():
+        # Where MLX cannot even be loaded, that is what the user is told.
+        if not _load_from_system() and has_library():
             return f"{_SLOW}: {missing}"
     return None
 

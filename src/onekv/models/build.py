@@ -34,6 +34,11 @@ def package_parents(package: str) -> list[Path]:
     return [Path(location).parent for location in locations or ()]
 
 
+def has_library() -> bool:
+    """Whether MLX has a library of its own; a build from source may have it inside another file."""
+    return any((folder / _LIBRARY).exists() for folder in package_parents("mlx"))
+
+
 def build_in_place() -> str | None:
     """The distribution whose library MLX loads, as `mlx-cuda-13`; None for a build that is of none of them."""
     builds = _builds()
