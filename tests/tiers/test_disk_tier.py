@@ -32,6 +32,7 @@ from onekv.tiers.base import STATES, Target
 from onekv.tiers.folder import Folder
 from onekv.tiers.index import DiskIndex
 from onekv.tiers.rows import Name, NewRow, Row, Use
+from onekv.tiers.schema import create
 
 SIZE = image().size
 
@@ -126,7 +127,7 @@ def test_opening_and_asking_starts_no_thread(root):
 
 def test_opening_100_000_blocks_opens_no_file_but_the_index(root):
     folder = Folder(root)
-    DiskIndex.create(folder.index)
+    create(folder.index)
     index = DiskIndex(folder.index)
     model = index.model("f" * 32, "other", "other", 0.0)
     rows = [Row(Name(model, where.key, 0), where, 3 * MB, b"c" * 16) for where in map(address, range(100_000))]

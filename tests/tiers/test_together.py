@@ -16,7 +16,7 @@ from onekv.tiers.disk import DiskTier
 from onekv.tiers.files import Files
 from onekv.tiers.index import WRITES, DiskIndex
 from onekv.tiers.maintain import verify
-from onekv.tiers.rows import State
+from onekv.tiers.rows import Status
 
 SIZE = image().size
 
@@ -63,12 +63,12 @@ def offer_together(
     tier.flush()
 
 
-def states(root: Path) -> dict[str, int]:
-    """What is committed: the state of every part, by its file's name."""
+def statuses(root: Path) -> dict[str, int]:
+    """What is committed: the status of every part, by its file's name."""
     index = DiskIndex(root / "index.db", read_only=True)
     rows = index._db.execute("SELECT key, state FROM parts").fetchall()
     index.close()
-    return {f"{key.hex()}-0.safetensors": state for key, state in rows}
+    return {f"{key.hex()}-0.safetensors": status for key, status in rows}
 
 
 def test_rows_are_writing_before_the_first_file_and_ready_after_the_last(root, files_made):
@@ -78,13 +78,13 @@ def test_rows_are_writing_before_the_first_file_and_ready_after_the_last(root, f
 
     def look(path: str) -> None:
         if Path(path).name in names:
-            found = states(root)
+            found = statuses(root)
             seen.append({found.get(name) for name in names})
 
     files_made[:] = [look, look]
     offer_together(tier, files_made, WRITES)
-    assert seen == [{State.WRITING}] * 2 * WRITES
-    assert {states(root)[name] for name in names} == {State.READY}
+    assert seen == [{Status.WRITING}] * 2 * WRITES
+    assert {statuses(root)[name] for name in names} == {Status.READY}
     assert tier.stats().writes == WRITES + 1
     tier.close()
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .encoded import ChunkedEncodedLayer, EncodedLayer
+from . import device
+from .attention import LayerKV, choose
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
 from .layout import Layout, Leaf
 from .pool import IntegrityError, Pool
-from .sequence import Sequence, State
+from .pool.sequence import Sequence, State
 from .step import Step
 
 
@@ -24,7 +25,7 @@ class KVMemory:
         """Allocates pools of `blocks[g]` blocks for group g; prefill steps are of at most `chunk` tokens."""
         self.layout, self.block_size, self.chunk = layout, block_size, chunk
         self.pools = [Pool(group, count, block_size) for group, count in zip(layout.groups, blocks, strict=True)]
-        self._holder = StepHolder()
+        self._holder, self._device = StepHolder(), device.kind()
         self._layers: list[PagedLayer] = []
         self.state_layers: list[StateCache] = []
         # The model's own argument: one cache per layer, in its order.
@@ -40,13 +41,9 @@ class KVMemory:
             self.state_layers.append(state)
             return state
         pool = self.pools[leaf.group]
-        stored = pool.group.layers[leaf.layer]
-        chunked = pool.group.rule.chunk is not None
-        if stored.keys.plain and stored.values.plain:
-            kind = ChunkedLayer if chunked else PagedLayer
-        else:
-            kind = ChunkedEncodedLayer if chunked else EncodedLayer
-        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer], self.block_size, stored)
+        kv = LayerKV(pool.group.layers[leaf.layer], pool.layers[leaf.layer], self._holder.turns, self._device)
+        kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
+        layer = kind(self._holder, leaf.group, kv, choose(kv, self.block_size))
         self._layers.append(layer)
         return layer
 

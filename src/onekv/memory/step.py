@@ -19,8 +19,8 @@ import numpy as np
 
 from .layout import Rule
 from .pairs import NOWHERE, Grid, Pairs, make_grid
-from .sequence import Sequence
-from .table import Table
+from .pool.sequence import Sequence
+from .pool.table import Table
 
 
 def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:

@@ -31,6 +31,7 @@ def make_folder(folder: Path) -> Path:
 def _location() -> Path:
     if chosen := os.environ.get("ONEKV_CACHE_DIR"):
         return Path(chosen).expanduser().absolute()
+    # Not by platformdirs: on macOS it follows XDG_CACHE_HOME, too, and a folder from before would not be found again.
     if sys.platform == "darwin":
         return _home() / "Library" / "Caches" / "onekv"
     # The XDG specification says that a relative path there must be ignored.

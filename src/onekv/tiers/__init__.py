@@ -1,1 +1,17 @@
-"""Where blocks live when the pool has no room for them. `base` is the contract, `disk` the one tier there is."""
+"""Where blocks live when the pool has no room for them, so that they come back instead of being computed again.
+
+base.py        what a tier is: the contract               Tier, Address, Entry, Target, TierStats
+staging.py     buffers on their way out, for any tier     Staging
+opening.py     from settings to a disk tier
+
+disk.py        the disk tier: the contract, by means of   DiskTier
+writer.py      the thread that changes the folder         Writer; tasks.py: what it does
+reader.py      the threads that read                      Readers, with their tasks
+shared.py      what these threads share                   Setup, Shared
+limited.py     the folder within its limit                LimitedStore
+store.py       files and rows, changed in order           Store
+index.py       which parts there are (SQLite)             DiskIndex; rows.py: what it says; schema.py: its tables
+folder.py      names, lock, and what is ours              Folder; image.py: what a file looks like
+files.py       what is asked of the system                Files, Clock
+maintain.py    `onekv cache`: look, check, empty
+"""

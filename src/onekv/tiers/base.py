@@ -6,14 +6,18 @@ added and removed, never changed. Nothing is encoded on the way.
 
 Who owns a part while it moves:
 
-    out    the engine's thread copies it from the pool into a buffer of the tier (`offer`). From then on the block is
-           free; the buffer is the one copy in RAM until it is written. A tier that has no buffer left says so at once
-           and the block is lost: decoding never waits for a disk.
-    in     the engine's thread says early what it will need (`expect`), so that it stays and the system reads ahead,
+    out    the engine's thread copies it from the pool into a buffer of the tier (`offer`; see `staging`). From then on
+           the block is free; the buffer is the one copy in RAM until it is stored. A tier that has no buffer left says
+           so at once and the block is lost: decoding never waits for a tier.
+    in     the engine's thread says early what it will need (`expect`), so that it stays and can be brought nearer,
            while other requests are computed. Between two steps it says where parts belong, in blocks that are reserved
-           in the pool, and until it returns `read` reads, checks and puts them there, with threads of the tier.
+           in the pool, and until it returns `read` reads, checks and puts them there, perhaps with threads of the tier.
            Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays
            there, as a clean copy: evicting that block later costs no write.
+
+Looking up may take long where a tier has to ask elsewhere. `find` and `tails` then give None: not known yet. The tier
+goes on finding out, and who asked asks again, with the same keys, between two steps. An answer is as good as when it
+was given: a part that is gone by the time it is read is one that could not be read.
 
 All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
 all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
@@ -53,8 +57,8 @@ class Entry:
 class TierStats:
     """Counts since the tier was opened, but for `blocks` and `bytes`, which are there now.
 
-    A hit is a part that was promoted. `discarded`: parts that were evicted from RAM and not stored, because the queue
-    was full, the day's budget was spent, or the disk refused. `corrupt`: parts that were there and could not be used.
+    A hit is a part that was promoted. `discarded`: parts that were evicted from RAM and not stored, because there was
+    no buffer for them, or the tier could not take them. `corrupt`: parts that were there and could not be used.
     """
 
     name: str
@@ -90,19 +94,22 @@ class Target:
 
 
 class Tier(Protocol):
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """Those of `keys` that the tier has something of, ready to be read."""
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry] | None:
+        """Those of `keys` that the tier has something of, ready to be read.
 
-    def tails(self, parent: bytes) -> list[Entry]:
-        """The partial blocks that continue `parent`: ends of conversations."""
+        None: it is not known yet; ask again, with the same keys. Waits for that for at most `seconds`. Looking up a
+        prompt takes several questions, which are all asked again: what has been answered once is answered at once for
+        some seconds.
+        """
 
-    def has(self, key: bytes, part: int) -> bool:
-        """Whether the part is there, or on its way there."""
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:
+        """The partial blocks that continue `parent`: ends of conversations. None and `seconds`: as for `find`."""
 
     def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
         """Take a part, whose content `fill` copies into the buffer it is given; False if there was no room.
 
-        A part that is there already is not taken again, and that is True. With `wait`, wait for room.
+        A part that is there already, or on its way there, is not taken again, and that is True. With `wait`, wait for
+        room.
         """
 
     def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
@@ -134,4 +141,4 @@ class Tier(Protocol):
         """What it did and has."""
 
     def close(self) -> None:
-        """Store what was offered, end all threads, let go of the folder. Closing twice is allowed."""
+        """Store what was offered, end all threads, let go of what it holds. Closing twice is allowed."""

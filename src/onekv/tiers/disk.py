@@ -6,12 +6,13 @@
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
 written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
-at every instant. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is
-gone, ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
+at every instant. The index answers at once, so `find` and `tails` need no `seconds`. Every trouble with files costs the
+parts it concerns; trouble with the index, or a folder that is gone, ends the tier: then it has nothing, takes nothing,
+and says why (`stats().failed`).
 
 For a simulation, `DiskTier(threads=False, files=..., clock=...)` is the same tier, driven from outside (see `files`).
-Nothing happens on its own then: the writer does a job when `work` is called, and what has to wait for it (`flush`,
-`offer(wait=True)`, `close`) does jobs meanwhile; parts are read by the caller's thread, and nothing is read ahead. The
+Nothing happens on its own then: the writer does a task when `work` is called, and what has to wait for it (`flush`,
+`offer(wait=True)`, `close`) does tasks meanwhile; parts are read by the caller's thread, and nothing is read ahead. The
 index stays a real SQLite file. `kill` leaves the folder as the end of the process would.
 """
 
@@ -31,16 +32,14 @@ from .files import CLOCK, FILES, Clock, Files
 from .folder import INDEX_FILES, Folder, model_hash
 from .image import Image
 from .index import DiskIndex
-from .reader import Problem, Readers
-from .rows import Name, Row, State
-from .shared import Shared
+from .limited import LimitedStore
+from .reader import Load, Readers
+from .rows import Name, Row, Status
+from .shared import Setup, Shared
 from .store import LEAST_LIMIT, Store, open_index
-from .tasks import Place
 from .writer import Writer
 
 Answer = TypeVar("Answer")
-# What is said of a part that is not there.
-GONE = "there is no such part"
 
 
 class DiskTier:
@@ -121,34 +120,35 @@ class DiskTier:
         if not index.open_use():
             store.remove_orphans()
             shared.counts.blocks, shared.counts.files = self._folder.used()
-        place = Place(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
-        self._writer = Writer(place, shared, totals.clock)
-        self._readers = Readers(self._folder, self._hash, self._images, self._writer)
+        setup = Setup(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
+        self._writer = Writer(setup, shared, totals.clock)
+        self._readers = Readers(self._images, self._writer)
         # The limit may be lower than it was.
-        self._writer.make_room(store, 0)
+        LimitedStore(store, setup, shared).make_room(0)
         if shared.counts.evicted:
             index.shrink()
 
-    def find(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry]:
         entries = self._ask(lambda index: list(index.find(self._model, keys)))
         return {entry.address.key: entry for entry in entries}
 
-    def tails(self, parent: bytes) -> list[Entry]:
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry]:
         return self._ask(lambda index: index.tails(self._model, parent))
 
     def has(self, key: bytes, part: int) -> bool:
+        """Whether the part is there, or on its way there."""
         with self._shared.lock:
-            if (key, part) in self._writer.pending:
+            if (key, part) in self._shared.pending:
                 return self._shared.failed is None
             if (key, part) in self._shared.damaged:
                 return False
-        return self._question(lambda index: index.state(Name(self._model, key, part)) == State.READY, False)
+        return self._question(lambda index: index.status(Name(self._model, key, part)) == Status.READY, False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
         """What the index says; `nothing` if it has failed or is about to be emptied."""
         shared = self._shared
         with self._asking:
-            if self._closed or self._index is None or shared.failed is not None or self._writer.clearing:
+            if self._closed or self._index is None or shared.failed is not None or shared.clearing:
                 return nothing
             try:
                 return question(self._index)
@@ -176,40 +176,25 @@ class DiskTier:
         if buffer is None:
             self._shared.discard()
             return False
-        filled = False
         try:
             fill(buffer[image.header_size :])
-            filled = True
-        finally:
-            if not filled:
-                self._give(buffer)
-        buffer[: image.header_size] = image.header(self._hash, address)
-        # Here, while the processor's cache has it.
-        checksum = xxhash.xxh3_128_digest(buffer)
+            buffer[: image.header_size] = image.header(self._hash, address)
+            # Here, while the processor's cache has it.
+            checksum = xxhash.xxh3_128_digest(buffer)
+        except BaseException:
+            self._shared.staging.give(buffer)
+            raise
         self._writer.write(Row(Name(self._model, address.key, part), address, image.size, checksum), buffer)
         return True
 
     def _take(self, size: int, wait: bool) -> memoryview | None:
-        shared = self._shared
-        with shared.lock:
-            while not self._closed and shared.failed is None and size <= shared.staging.limit:
-                buffer = shared.staging.take(size)
-                if buffer is not None or not wait:
-                    return buffer
-                if self._threads:
-                    shared.room.wait()
-                    continue
-                # All buffers are with the writer, which has no thread.
-                shared.lock.release()
-                try:
-                    self._writer.step()
-                finally:
-                    shared.lock.acquire()
-        return None
-
-    def _give(self, buffer: memoryview) -> None:
-        with self._shared.lock:
-            self._shared.staging.give(buffer)
+        staging = self._shared.staging
+        if self._threads:
+            return staging.take(size, wait)
+        while (buffer := staging.take(size)) is None and wait and not staging.closed and size <= staging.limit:
+            # All buffers are with the writer, which has no thread.
+            self._writer.step()
+        return buffer
 
     def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
         with self._shared.lock:
@@ -228,28 +213,29 @@ class DiskTier:
         started = self._shared.clock.monotonic()
         parts = [(target.key, target.part) for target in targets]
         rows = self._rows(parts)
-        there = [(row, target) for row, target in zip(rows, targets, strict=True) if row is not None]
-        answers = iter(
-            self._readers.read([row for row, _ in there], [target for _, target in there], started + seconds)
-        )
-        found = [next(answers) if row is not None else GONE for row in rows]
-        self._damaged([(row, x) for row, x in zip(rows, found, strict=True) if row and not isinstance(x, bool)])
-        self.unexpect([part for part, answer in zip(parts, found, strict=True) if answer is not False])
-        read = [row for row, answer in zip(rows, found, strict=True) if row and answer is True]
+        tasks = [
+            Load(row, target, self._images[target.part]) if row is not None else None
+            for row, target in zip(rows, targets, strict=True)
+        ]
+        there = [task for task in tasks if task is not None]
+        self._readers.read(there, started + seconds)
+        self._damaged([task for task in there if task.problem is not None])
+        answers = [task.answer if task is not None else False for task in tasks]
+        self.unexpect([part for part, answer in zip(parts, answers, strict=True) if answer is not None])
         with self._shared.lock:
             counts = self._shared.counts
-            counts.hits += len(read)
-            counts.promoted_bytes += sum(row.size for row in read)
+            counts.hits += answers.count(True)
+            counts.promoted_bytes += sum(task.row.size for task in there if task.answer)
             counts.promoted_seconds += self._shared.clock.monotonic() - started
-        return [None if answer is False else answer is True for answer in found]
+        return answers
 
-    def _damaged(self, problems: list[tuple[Row, Problem]]) -> None:
+    def _damaged(self, tasks: list[Load]) -> None:
         """Have parts that cannot be used removed. One that was evicted or cleared meanwhile is not damaged."""
-        if problems:
-            now = self._rows([(row.name.key, row.name.part) for row, _ in problems])
-            for (row, problem), still in zip(problems, now, strict=True):
-                if still == row:
-                    self._readers.damaged(row, problem)
+        if tasks:
+            now = self._rows([(task.target.key, task.target.part) for task in tasks])
+            for task, still in zip(tasks, now, strict=True):
+                if still == task.row and task.problem is not None:
+                    self._readers.damaged(task.row, task.problem)
 
     def _rows(self, parts: list[tuple[bytes, int]]) -> list[Row | None]:
         nothing: list[Row | None] = [None] * len(parts)
@@ -295,15 +281,15 @@ class DiskTier:
                 evicted=counts.evicted,
                 discarded=counts.discarded,
                 corrupt=counts.corrupt,
-                queued_bytes=counts.queued_bytes,
+                queued_bytes=self._shared.staging.taken,
                 failed=self._shared.failed,
             )
 
-    def work(self, jobs: int = 1) -> bool:
-        """Without threads: do the writer's next jobs here; False if there was nothing to do."""
+    def work(self, tasks: int = 1) -> bool:
+        """Without threads: do the writer's next tasks here; False if there was nothing to do."""
         assert not self._threads, "the writer has a thread"
         done = 0
-        while done < jobs and self._writer.step():
+        while done < tasks and self._writer.step():
             done += 1
         return done > 0
 
@@ -326,13 +312,13 @@ class DiskTier:
             path.touch(0o600)
             path.write_bytes(content)
         self._closed = True
+        self._shared.staging.close()
         self._folder.release()
 
     def close(self) -> None:
         # Every step may be done twice: a close that was interrupted is finished by the next.
-        with self._shared.lock:
-            self._closed = True
-            self._shared.room.notify_all()
+        self._closed = True
+        self._shared.staging.close()
         self._readers.stop()
         self._writer.stop()
         with self._asking:

@@ -245,6 +245,7 @@ def _make_folders(folder: Path, files: Files) -> None:
 
 
 def _lock(root: Path, files: Files) -> int:
+    # Not by filelock: where there is no flock it takes a file that a kill leaves; and `there` needs the open handle.
     handle = files.open(root / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
 """The index of the disk tier: one SQLite database for all models of a folder.
 
-A part's row has one of three states, each committed before the next thing happens on disk:
+A part's row has one of three statuses, each committed before the next thing happens on disk:
 
     WRITING  (row)  -> file made under a temporary name -> renamed ->  READY  (row)
     READY           ->  LEAVING  (row)  -> file removed -> row deleted
@@ -14,21 +14,17 @@ file. So an index that was not closed (`close_use`) is compared with the folder;
 """
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from . import rows as read
-from .base import STATES, Address
-from .files import FILES, Files
-from .image import KEY_BYTES
-from .rows import IndexDamaged, ModelUse, Name, NewRow, Row, State, Totals, Use
+from .base import Address
+from .rows import IndexDamaged, ModelUse, Name, NewRow, Row, Status, Totals, Use
+from .schema import PAGE, SCHEMA, tables
 
-SCHEMA = 2
-PAGE = 4096
 # The write-ahead log goes back into the database after this many pages.
 CHECKPOINT_PAGES = 256
 # Rows that one transaction changes at most: it bounds what one adds to the log.
@@ -39,44 +35,7 @@ WRITES = 8
 LATEST = 2**63 - 1
 # Names in one query.
 _QUERY = 500
-Item = TypeVar("Item")
-
-# `total` counts what `parts` holds a second time, in the same transactions: rows that were changed or lost behind the
-# tier's back do not add up to it.
-_TABLES = f"""
-CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE models (
-    id INTEGER PRIMARY KEY CHECK (id > 0),
-    hash TEXT NOT NULL UNIQUE CHECK (typeof(hash) = 'text' AND length(hash) = {read.HASH_DIGITS}),
-    fingerprint TEXT NOT NULL CHECK (typeof(fingerprint) = 'text'), name TEXT NOT NULL CHECK (typeof(name) = 'text'),
-    created REAL NOT NULL CHECK (typeof(created) = 'real')
-);
-CREATE TABLE parts (
-    model INTEGER NOT NULL CHECK (typeof(model) = 'integer' AND model > 0),
-    key BLOB NOT NULL CHECK (typeof(key) = 'blob' AND length(key) BETWEEN 1 AND {KEY_BYTES}),
-    part INTEGER NOT NULL CHECK (typeof(part) = 'integer' AND part BETWEEN {STATES} AND {read.MOST_PARTS}),
-    parent BLOB NOT NULL CHECK (typeof(parent) = 'blob' AND length(parent) <= {KEY_BYTES}),
-    start INTEGER NOT NULL CHECK (typeof(start) = 'integer' AND start BETWEEN 0 AND {read.MOST}),
-    tokens BLOB NOT NULL CHECK (typeof(tokens) = 'blob'),
-    partial INTEGER NOT NULL CHECK (partial IN (0, 1)),
-    size INTEGER NOT NULL CHECK (typeof(size) = 'integer' AND size BETWEEN 1 AND {read.MOST}),
-    checksum BLOB NOT NULL CHECK (typeof(checksum) = 'blob' AND length(checksum) = {read.CHECKSUM_BYTES}),
-    state INTEGER NOT NULL CHECK (state IN (0, 1, 2)),
-    used INTEGER NOT NULL CHECK (typeof(used) = 'integer' AND used BETWEEN 0 AND {read.MOST}),
-    used_at REAL NOT NULL CHECK (typeof(used_at) = 'real'), created REAL NOT NULL CHECK (typeof(created) = 'real'),
-    PRIMARY KEY (model, key, part)
-) WITHOUT ROWID;
-CREATE INDEX by_use ON parts (used, state, part, size);
-CREATE INDEX by_parent ON parts (model, parent) WHERE partial;
-CREATE INDEX unsettled ON parts (state) WHERE state <> 1;
-CREATE TABLE written (
-    day TEXT PRIMARY KEY NOT NULL, bytes INTEGER NOT NULL CHECK (typeof(bytes) = 'integer' AND bytes >= 0)
-) WITHOUT ROWID;
-CREATE TABLE total (
-    id INTEGER PRIMARY KEY CHECK (id = 1), parts INTEGER NOT NULL CHECK (typeof(parts) = 'integer' AND parts >= 0),
-    bytes INTEGER NOT NULL CHECK (typeof(bytes) = 'integer' AND bytes >= 0)
-);
-"""
+Each = TypeVar("Each")
 
 
 class DiskIndex:
@@ -109,7 +68,7 @@ class DiskIndex:
         version = self._ask("SELECT value FROM meta WHERE name = 'schema'")
         if version != [(str(SCHEMA),)]:
             raise IndexDamaged(f"it is of version {version[0][0] if version else None}, not {SCHEMA}")
-        if set(self._ask("SELECT type, name, sql FROM sqlite_master")) != _schema():
+        if set(self._ask("SELECT type, name, sql FROM sqlite_master")) != tables():
             raise IndexDamaged("its tables are not those of its version")
         if self._ask("PRAGMA journal_mode") != [("wal",)] or self._ask("PRAGMA page_size") != [(PAGE,)]:
             raise IndexDamaged("it is a database of another kind")
@@ -143,29 +102,6 @@ class DiskIndex:
         with _understood(), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
-
-    @staticmethod
-    def create(path: Path, files: Files = FILES, ready: Callable[[], None] = lambda: None) -> None:
-        """A new index, there as a whole or not at all. `ready` is called before it takes the place of an old one."""
-        new = path.with_name(path.name + ".tmp")
-        for ending in ("", "-journal", "-wal", "-shm"):
-            with suppress(FileNotFoundError):
-                files.unlink(new.with_name(new.name + ending))
-        db = sqlite3.connect(new, isolation_level=None)
-        try:
-            files.chmod(new, 0o600)
-            db.execute(f"PRAGMA page_size = {PAGE}")
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            db.execute("PRAGMA journal_mode = WAL")
-            with db:
-                db.execute("BEGIN IMMEDIATE")
-                _make_tables(db)
-                db.execute("INSERT INTO meta VALUES ('schema', ?)", (str(SCHEMA),))
-                db.execute("INSERT INTO total VALUES (1, 0, 0)")
-        finally:
-            db.close()
-        ready()
-        files.rename(new, path)
 
     def close(self) -> None:
         self._db.close()
@@ -257,10 +193,10 @@ class DiskIndex:
             where = f"WHERE model = ? AND key IN ({marks}) AND state = 1"
             yield from self._ask(f"SELECT {columns} FROM parts {where}", (model, *some))
 
-    def state(self, name: Name) -> State | None:
+    def status(self, name: Name) -> Status | None:
         """None if there is no such part."""
         for row in self._ask("SELECT state FROM parts WHERE model = ? AND key = ? AND part = ?", name):
-            return State(read.whole(row[0], 0, max(State)))
+            return Status(read.whole(row[0], 0, max(Status)))
         return None
 
     def row(self, name: Name) -> Row | None:
@@ -313,7 +249,7 @@ class DiskIndex:
         for each in new:
             row, node, use = each.row, each.row.address, each.use
             about = (node.parent, node.start, node.tokens, each.partial, row.size, row.checksum)
-            rows.append((*row.name, *about, State.WRITING, use.clock, use.at, use.at))
+            rows.append((*row.name, *about, Status.WRITING, use.clock, use.at, use.at))
         for some in _batches(rows):
             with self._transaction() as db:
                 self._delete(db, [(row[0], row[1], row[2]) for row in some])
@@ -370,7 +306,7 @@ class DiskIndex:
         db.execute("UPDATE total SET parts = parts + ?, bytes = bytes + ?", (parts, size))
 
 
-def _batches(rows: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def _batches(rows: Sequence[Each]) -> Iterator[Sequence[Each]]:
     for start in range(0, len(rows), BATCH):
         yield rows[start : start + BATCH]
 
@@ -382,19 +318,3 @@ def _understood() -> Iterator[None]:
         yield
     except (UnicodeDecodeError, MemoryError) as error:
         raise sqlite3.OperationalError(f"{type(error).__name__}: {error}") from error
-
-
-@cache
-def _schema() -> set[tuple[object, ...]]:
-    """What a new index has in its table of tables."""
-    db = sqlite3.connect(":memory:")
-    _make_tables(db)
-    try:
-        return set(db.execute("SELECT type, name, sql FROM sqlite_master").fetchall())
-    finally:
-        db.close()
-
-
-def _make_tables(db: sqlite3.Connection) -> None:
-    for statement in filter(str.strip, _TABLES.split(";")):
-        db.execute(statement)

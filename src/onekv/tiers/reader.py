@@ -11,173 +11,217 @@ part that cannot be used is reported as such; damaged ones are removed by the wr
 import errno
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from .base import Target
 from .files import READ, read_file
-from .folder import Folder
 from .image import TOKEN_BYTES, Image
 from .rows import Row
-from .shared import Shared
+from .shared import Setup, Shared
 from .writer import Writer
 
 # Threads beside the caller's.
 READERS = 1
 # Files that tell whether all are in the system's memory.
 _SAMPLE = 4
-# What is wrong with a file.
-Problem = str | OSError
 # The process has run out of something: that says nothing about the file.
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a file: what we say, or what the system said."""
+
+    text: str
+    error: OSError | None = None
+
+    @property
+    def kind(self) -> object:
+        """What is logged once."""
+        return self.text if self.error is None else self.error.errno
+
+    @property
+    def passing(self) -> bool:
+        return self.error is not None and self.error.errno in _PASSING
+
+
+@dataclass(eq=False)
+class Load:
+    """A part to be read, by the thread that takes it: what its row says, to its target."""
+
+    row: Row
+    target: Target
+    image: Image
+    # Whether there was time for it, and what was wrong with it, if something was.
+    ended: bool = False
+    problem: Problem | None = None
+
+    @property
+    def answer(self) -> bool | None:
+        """As `Tier.read` gives it."""
+        return self.problem is None if self.ended else None
+
+    def run(self, setup: Setup, buffer: Callable[[], memoryview]) -> None:
+        """Read and check the file, and put it where it belongs; `buffer` is the thread's own."""
+        into = self.target.into
+        if isinstance(into, bytearray):
+            views = [memoryview(bytearray(self.image.header_size)), memoryview(into)]
+            self.problem = self._read(setup, views)
+        else:
+            whole = buffer()[: self.image.size]
+            self.problem = self._read(setup, [whole])
+            if self.problem is None:
+                into(whole[self.image.header_size :])
+        self.ended = True
+
+    def _read(self, setup: Setup, views: list[memoryview]) -> Problem | None:
+        row, image = self.row, self.image
+        if row.size != image.size or len(row.address.tokens) > setup.block_tokens * TOKEN_BYTES:
+            return Problem("a row of the index has another size than the model's blocks")
+        try:
+            path = setup.folder.path(setup.hash, row.name.key, row.name.part)
+            size = read_file(setup.folder.files, path, image.size, views)
+        except OSError as error:
+            return Problem(f"a file cannot be read ({error.strerror})", error)
+        if size != image.size:
+            return Problem("a file has a wrong size")
+        digest = xxhash.xxh3_128()
+        for view in views:
+            digest.update(view)
+        if digest.digest() != row.checksum:
+            return Problem("a file does not match its checksum")
+        if bytes(views[0][: image.header_size]) != image.header(setup.hash, row.address):
+            return Problem("a file does not match its row of the index")
+        return None
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """Files that the system is asked to have in its memory soon."""
+
+    setup: Setup
+    shared: Shared
+    images: Mapping[int, Image]
+    names: Sequence[tuple[bytes, int]]
+
+    def run(self, stopped: threading.Event) -> None:
+        try:
+            # If some here and there are in the system's memory, so are the others: asking would take time only.
+            sample = self.names[:: len(self.names) // _SAMPLE + 1]
+            if all(self._ask_for(*name, only_if_absent=True) for name in sample):
+                return
+            for name in self.names:
+                with self.shared.lock:
+                    wanted = name in self.shared.expected
+                if stopped.is_set():
+                    return
+                if wanted:
+                    self._ask_for(*name)
+        except Exception as error:  # noqa: BLE001
+            # Nobody asks for the result: an error would be lost.
+            self.shared.fail(error)
+
+    def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
+        """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
+        folder = self.setup.folder
+        try:
+            handle = folder.files.open(folder.path(self.setup.hash, key, part), READ)
+        except OSError:
+            # Reading it will tell.
+            return False
+        try:
+            if only_if_absent and folder.files.in_memory(handle, self.images[part].size - 1):
+                return True
+            folder.files.read_ahead(handle)
+        except OSError:
+            # A file system that cannot; reading it will tell.
+            pass
+        finally:
+            folder.files.close(handle)
+        return False
+
+
 class Readers:
-    def __init__(self, folder: Folder, hash: str, images: Mapping[int, Image], writer: Writer) -> None:
-        self._folder, self._hash, self._images, self._writer = folder, hash, images, writer
-        self._shared: Shared = writer.shared
+    def __init__(self, images: Mapping[int, Image], writer: Writer) -> None:
+        self._images, self._writer = images, writer
+        self._setup, self._shared = writer.setup, writer.shared
         # Beside the caller: for reading, and for reading ahead, which must never be in its way.
         self._reading: ThreadPoolExecutor | None = None
         self._ahead: ThreadPoolExecutor | None = None
-        self._stopped = False
+        self._stopped = threading.Event()
         self._own = threading.local()
 
-    def read(self, rows: Sequence[Row], targets: Sequence[Target], deadline: float) -> list[Problem | bool]:
-        """Read what `rows` say to `targets`: what was wrong with each, True if nothing was, False if time was over."""
-        answers: list[Problem | bool] = [False] * len(rows)
-        left = deque(zip(range(len(rows)), rows, targets, strict=True))
-        others = max(0, min(READERS, len(rows) - 1)) if self._writer.place.threads else 0
+    def read(self, tasks: Sequence[Load], deadline: float) -> None:
+        """Do these, and begin none but one after the deadline."""
+        left = deque(tasks)
+        others = max(0, min(READERS, len(tasks) - 1)) if self._setup.threads else 0
         if others and self._reading is None:
             self._reading = ThreadPoolExecutor(READERS, "onekv-disk-reader")
-        futures = [
-            self._reading.submit(self._load_some, left, answers, deadline) for _ in range(others) if self._reading
-        ]
+        futures = [self._reading.submit(self._load_some, left, deadline) for _ in range(others) if self._reading]
         try:
             # At least one: that is how a slow disk gets anywhere.
-            self._load_one(left, answers)
-            self._load_some(left, answers, deadline)
+            self._load_one(left)
+            self._load_some(left, deadline)
         finally:
             # If this is interrupted, nothing more is begun.
             left.clear()
             _finish(futures)
         for future in futures:
             future.result()
-        return answers
 
     def damaged(self, row: Row, problem: Problem) -> None:
         """A part that is there cannot be used."""
-        root = self._folder.root
+        root = self._setup.folder.root
         with self._shared.lock:
             self._shared.counts.corrupt += 1
-        if isinstance(problem, OSError) and not self._folder.there():
-            self._shared.fail(problem)
+        if problem.error is not None and not self._setup.folder.there():
+            self._shared.fail(problem.error)
             return
-        kind = problem.errno if isinstance(problem, OSError) else problem
-        text = f"a file cannot be read ({problem.strerror})" if isinstance(problem, OSError) else problem
-        self._shared.once(("read", kind), f"The disk cache {root} is damaged: {text}. The block is computed again.")
-        if kind not in _PASSING:
+        message = f"The disk cache {root} is damaged: {problem.text}. The block is computed again."
+        self._shared.once(("read", problem.kind), message)
+        if not problem.passing:
             self._writer.remove(row)
 
     def read_ahead(self, names: Sequence[tuple[bytes, int]]) -> None:
         """Ask the system to have these files in its memory soon."""
-        if not self._writer.place.threads:
+        if not self._setup.threads:
             return
         if self._ahead is None:
             self._ahead = ThreadPoolExecutor(1, "onekv-disk-ahead")
-        self._ahead.submit(self._advise, list(names))
+        self._ahead.submit(ReadAhead(self._setup, self._shared, self._images, list(names)).run, self._stopped)
 
     def stop(self) -> None:
-        self._stopped = True
+        self._stopped.set()
         for threads in (self._reading, self._ahead):
             if threads is not None:
                 threads.shutdown(cancel_futures=True)
 
     # The threads.
 
-    def _advise(self, names: list[tuple[bytes, int]]) -> None:
-        try:
-            # If some here and there are in the system's memory, so are the others: asking would take time only.
-            if all(self._ask_for(*name, only_if_absent=True) for name in names[:: len(names) // _SAMPLE + 1]):
-                return
-            for name in names:
-                with self._shared.lock:
-                    wanted = name in self._shared.expected
-                if self._stopped:
-                    return
-                if wanted:
-                    self._ask_for(*name)
-        except Exception as error:  # noqa: BLE001
-            # Nobody asks for the result: an error would be lost.
-            self._shared.fail(error)
-
-    def _ask_for(self, key: bytes, part: int, only_if_absent: bool = False) -> bool:
-        """Have a file read ahead; whether its end was in the system's memory, if that is asked."""
-        files = self._folder.files
-        try:
-            handle = files.open(self._folder.path(self._hash, key, part), READ)
-        except OSError:
-            # Reading it will tell.
-            return False
-        try:
-            if only_if_absent and files.in_memory(handle, self._images[part].size - 1):
-                return True
-            files.read_ahead(handle)
-        except OSError:
-            # A file system that cannot; reading it will tell.
-            pass
-        finally:
-            files.close(handle)
-        return False
-
-    def _load_some(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool], deadline: float) -> None:
+    def _load_some(self, left: deque[Load], deadline: float) -> None:
         """Read what is left, and begin none after the deadline."""
         while left and self._shared.clock.monotonic() <= deadline:
-            self._load_one(left, answers)
+            self._load_one(left)
 
-    def _load_one(self, left: deque[tuple[int, Row, Target]], answers: list[Problem | bool]) -> None:
+    def _load_one(self, left: deque[Load]) -> None:
         try:
-            number, row, target = left.popleft()
+            task = left.popleft()
         except IndexError:
             # Another thread was faster.
             return
-        answers[number] = self._load(row, target) or True
+        task.run(self._setup, self._buffer)
 
-    def _load(self, row: Row, target: Target) -> Problem | None:
-        """Read and check a file, and put it where it belongs; what is wrong with it, if something is."""
-        image = self._images[row.name.part]
-        if row.size != image.size or len(row.address.tokens) > self._writer.place.block_tokens * TOKEN_BYTES:
-            return "a row of the index has another size than the model's blocks"
-        if isinstance(target.into, bytearray):
-            views = [memoryview(bytearray(image.header_size)), memoryview(target.into)]
-        else:
-            views = [self._buffer(image.size)]
-        try:
-            path = self._folder.path(self._hash, row.name.key, row.name.part)
-            size = read_file(self._folder.files, path, image.size, views)
-        except OSError as error:
-            return error
-        if size != image.size:
-            return "a file has a wrong size"
-        digest = xxhash.xxh3_128()
-        for view in views:
-            digest.update(view)
-        if digest.digest() != row.checksum:
-            return "a file does not match its checksum"
-        if bytes(views[0][: image.header_size]) != image.header(self._hash, row.address):
-            return "a file does not match its row of the index"
-        if not isinstance(target.into, bytearray):
-            target.into(views[0][image.header_size :])
-        return None
-
-    def _buffer(self, size: int) -> memoryview:
+    def _buffer(self) -> memoryview:
         """This thread's, which every part it reads goes through."""
         buffer: memoryview | None = getattr(self._own, "buffer", None)
         if buffer is None:
             buffer = self._own.buffer = np.empty(max(image.size for image in self._images.values()), np.uint8).data
-        return buffer[:size]
+        return buffer
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:

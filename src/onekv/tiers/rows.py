@@ -24,7 +24,7 @@ class IndexDamaged(sqlite3.DatabaseError):
     """The file is a database, but not this index, not of this version, or with rows that this tier does not write."""
 
 
-class State(IntEnum):
+class Status(IntEnum):
     WRITING = 0
     READY = 1
     LEAVING = 2

@@ -1,21 +1,52 @@
-"""What the engine's thread, the writer and the readers of a disk tier share.
+"""What the engine's thread, the writer and the readers of a disk tier share: what it was opened with, and what changes.
 
-One lock guards all of it, and nothing is read from or written to the disk while it is held. Each condition is for one
-kind of waiter: `work` for the writer, `room` for offers that wait for a buffer.
+One lock guards all of `Shared` but the buffers, and nothing is read from or written to the disk while it is held. The
+writer waits for `work`; offers wait for a buffer (`staging`).
 """
 
 import logging
 import sqlite3
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Condition, Lock
-
-import numpy as np
 
 from .files import CLOCK, Clock
 from .folder import Folder
+from .rows import Row, Use
+from .staging import Staging
 
 log = logging.getLogger("onekv.tiers")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a disk tier was opened with: where it stores which model's parts, and how much it may."""
+
+    folder: Folder
+    # The model's number in the index, and the name of its folder.
+    model: int
+    hash: str
+    block_tokens: int
+    limit: int
+    # Bytes per day (UTC), if there is a bound.
+    budget: int | None
+    # Whether there are threads; else the caller's does a task when it is told to (`step`).
+    threads: bool = True
+
+
+@dataclass
+class NewPart:
+    """A part that waits to be stored; `buffer` is what its file will be, until that is made."""
+
+    row: Row
+    buffer: memoryview | None
+    use: Use
+    # Whether the folder has it.
+    stored: bool = False
+
+    @property
+    def part(self) -> tuple[bytes, int]:
+        return self.row.name.key, self.row.name.part
 
 
 @dataclass
@@ -32,40 +63,21 @@ class Counts:
     evicted: int = 0
     discarded: int = 0
     corrupt: int = 0
-    queued_bytes: int = 0
-
-
-@dataclass
-class Staging:
-    """Buffers for parts on their way out: all of them together, in use or not, take at most `limit` bytes."""
-
-    limit: int
-    total: int = 0
-    _free: dict[int, list[memoryview]] = field(default_factory=dict)
-
-    def take(self, size: int) -> memoryview | None:
-        if free := self._free.get(size):
-            return free.pop()
-        for others in self._free.values():
-            while others and self.total + size > self.limit:
-                self.total -= len(others.pop())
-        if self.total + size > self.limit:
-            return None
-        self.total += size
-        # Not set to zero: it will be filled.
-        return np.empty(size, np.uint8).data
-
-    def give(self, buffer: memoryview) -> None:
-        self._free.setdefault(len(buffer), []).append(buffer)
 
 
 class Shared:
     def __init__(self, folder: Folder, staging: int, clock: Clock = CLOCK) -> None:
         self._folder, self.clock = folder, clock
         self.lock = Lock()
-        self.work, self.room = Condition(self.lock), Condition(self.lock)
+        self.work = Condition(self.lock)
         self.counts = Counts()
         self.staging = Staging(staging)
+        # What has not been stored yet.
+        self.pending: dict[tuple[bytes, int], NewPart] = {}
+        # Uses that have not been written yet, by node.
+        self.touched: dict[bytes, Use] = {}
+        # How many times everything is still to be removed: until then there is nothing.
+        self.clearing = 0
         # Parts that will be read: they are not evicted.
         self.expected: Counter[tuple[bytes, int]] = Counter()
         # Parts that were found damaged and are not removed yet.
@@ -82,6 +94,23 @@ class Shared:
                 return
             self._logged.add(kind)
         log.warning("%s Further cases are counted, not logged.", message)
+
+    def give_back(self, part: NewPart) -> None:
+        """The part's buffer is free, if it was not before. The lock is held."""
+        if part.buffer is not None:
+            self.staging.give(part.buffer)
+            part.buffer = None
+
+    def refused(self, error: OSError) -> None:
+        """The disk refuses, perhaps for a while."""
+        if not self._folder.there():
+            self.fail(error)
+            return
+        self.once(
+            ("write", error.errno),
+            f"The disk cache {self._folder.root} cannot be written ({error.strerror}): "
+            "blocks that do not fit RAM are lost.",
+        )
 
     def discard(self) -> None:
         with self.lock:
@@ -103,7 +132,7 @@ class Shared:
             # that the content is wrong, or led to what nobody thought of: the next start does without it.
             self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
             self.work.notify_all()
-            self.room.notify_all()
+        self.staging.close()
         expected = isinstance(reason, (OSError, sqlite3.Error))
         log.error(
             "The disk cache %s is out of use until the next start: %s.",

@@ -8,10 +8,12 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from . import schema
 from .files import NEW, Files, file_size, write_file
 from .folder import INDEX, INDEX_FILES, TEMPORARY, Folder, Found
-from .index import BATCH, CHECKPOINT_PAGES, PAGE, WRITES, DiskIndex
-from .rows import IndexDamaged, Name, NewRow, State
+from .index import BATCH, CHECKPOINT_PAGES, WRITES, DiskIndex
+from .rows import IndexDamaged, Name, NewRow, Status
+from .schema import PAGE
 
 # What one transaction adds to the log at most, and what the log takes: it is written back after CHECKPOINT_PAGES.
 TRANSACTION = 4 * BATCH * PAGE
@@ -48,7 +50,7 @@ def open_index(folder: Folder, any_thread: bool = False, damage: str | None = No
             folder.remove_files()
         folder.remove_index()
 
-    DiskIndex.create(folder.index, folder.files, empty)
+    schema.create(folder.index, folder.files, empty)
     return DiskIndex(folder.index, any_thread), problem
 
 
@@ -127,8 +129,8 @@ class Store:
         return files, size, stray
 
     def _unknown(self, model: int | None, found: Found) -> bool:
-        state = self.index.state(Name(model, found.key, found.part)) if model is not None else None
-        return state is None or (found.temporary and state == State.READY)
+        status = self.index.status(Name(model, found.key, found.part)) if model is not None else None
+        return status is None or (found.temporary and status == Status.READY)
 
     def settle(self) -> int:
         """Finish what a kill interrupted; how many parts that were."""
