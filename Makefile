@@ -26,10 +26,11 @@ test: $(VENV)/installed  ## run all tests
 wheel-test: $(VENV)/installed  ## build the wheel, install it in a bare environment, use it
 	$(BIN)/python .ci/wheel_test.py
 
-lint: $(VENV)/installed  ## style and types
+lint: $(VENV)/installed  ## style, types, direction of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

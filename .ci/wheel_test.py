@@ -1,8 +1,8 @@
 """Builds the wheel, installs it into a bare environment and uses it there. Run by `make wheel-test`.
 
-The environment is new and sees nothing but what pip brings for the wheel and its extras: first `cpu`, with which all modules
-but the server's must load and answer, then `server`. The model is the default one, from the user's cache or fetched
-into it. Needs pip 22.3 and nothing else.
+The environment is new and sees nothing but what pip brings for the wheel and its extras: first `cpu`, with which all
+modules but the server's must load and answer, then `server`. The model is the default one, from the user's cache or
+fetched into it. Needs pip 22.3 and nothing else.
 """
 
 import os
