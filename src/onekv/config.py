@@ -14,6 +14,7 @@ import difflib
 import operator
 import os
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,11 +22,6 @@ from typing import Any, NoReturn, TypeVar
 
 from .errors import SettingError
 from .units import parse_size
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 DTYPES = ("float32", "float16", "bfloat16")
 DISK_POLICIES = ("write_back", "write_through")

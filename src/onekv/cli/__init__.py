@@ -19,6 +19,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import OneKVError
+from ..models.build import require_mlx
 from .options import add_command
 
 # In the order in which `--help` lists them. The module has the name with an underscore.
@@ -49,11 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int | None:
         if given[:1] == ["mlx-server"]:
+            require_mlx()
             from . import mlx_server
 
             mlx_server.serve(given[1:])
             return 0
         arguments = _parser(given).parse_args(given)
+        require_mlx()
         status: int | None = arguments.run(arguments)
         return status
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -104,7 +104,7 @@ def stats(folder: Path, as_json: bool) -> None:
         bytes=sum(use.bytes for use in uses),
         index_bytes=sum(file_size(folder / name) for name in INDEX_FILES),
         free_bytes=shutil.disk_usage(folder).free,
-        written_today_bytes=_written(folder, datetime.now(timezone.utc).date().isoformat()),
+        written_today_bytes=_written(folder, datetime.now(UTC).date().isoformat()),
         oldest=min((use.created for use in uses if use.created is not None), default=None),
         last_used=max((use.used for use in uses if use.used is not None), default=None),
     )
