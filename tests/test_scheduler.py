@@ -1,5 +1,7 @@
 """Who is next: decisions about requests, without a model, a pool or a clock of its own."""
 
+import itertools
+
 import pytest
 
 from onekv.engine.request import Request
@@ -74,7 +76,7 @@ def test_a_prompt_gets_a_chunk_after_so_many_tokens_of_the_others(decode_steps):
             scheduler.chunk_stored()
         scheduler.tokens_decoded()
     chunks = [step for step, chunk in enumerate(steps) if chunk]
-    assert {b - a for a, b in zip(chunks, chunks[1:], strict=False)} == {decode_steps}
+    assert {b - a for a, b in itertools.pairwise(chunks)} == {decode_steps}
     # With nobody to wait for it gets one in every step.
     scheduler.move(talker, "finished")
     assert scheduler.to_prefill() is newcomer

@@ -63,12 +63,16 @@ class KVMemory:
             self._drop_batch()
 
     @contextmanager
-    def step(self, sequences: list[Sequence], count: int) -> Iterator[list[Any]]:
+    def step(self, sequences: list[Sequence], count: int | list[int]) -> Iterator[list[Any]]:
         """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
 
-        If that is interrupted, the sequences are as they were and the step can be made again.
+        A list of counts is for rows of different lengths; the model is given rows as long as the longest, with any
+        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. If the
+        step is interrupted, the sequences are as they were and it can be made again.
         """
-        step = Step(sequences, count, self._previous)
+        counts = [count] * len(sequences) if isinstance(count, int) else count
+        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
+        step = Step(sequences, counts, self._previous)
         self._load_states(sequences)
         self._holder.step = step
         before = [list(layer.cache) for layer in self.state_layers]
@@ -85,8 +89,16 @@ class KVMemory:
             for layer in self._layers:
                 layer.release()
         self._previous = step
-        for sequence in sequences:
-            sequence.length += count
+        for sequence, added in zip(sequences, counts, strict=True):
+            sequence.length += added
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Take back the last tokens of a sequence: `length` are left, not fewer than before its last step.
+
+        A recurrent state cannot be taken back.
+        """
+        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be taken back"
+        sequence.truncate(length)
 
     @property
     def current(self) -> list[Sequence]:

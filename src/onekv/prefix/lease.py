@@ -215,6 +215,11 @@ class Lease:
             self._store.make_room(group, table.lacking(end))
             table.extend(end)
 
+    def truncate(self, length: int) -> None:
+        """Take back the last tokens, which were not published: `length` are left."""
+        assert length >= self._at.end, "what is published cannot be taken back"
+        self._store.memory.truncate(self.sequence, length)
+
     def stops(self, prompt: list[int], stop_tokens: set[int]) -> list[int]:
         """Lengths at which prefill should pause for a snapshot: where this prompt's last block ends, the junction, and
         the last blocks of messages.

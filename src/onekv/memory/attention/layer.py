@@ -84,7 +84,10 @@ def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
         return pool
     new = new.astype(pool.dtype)
     if len(step.tables) > 1:
-        return mx.put_along_axis(pool, step.rows, new[:, :, 0].swapaxes(0, 1), axis=1)
+        rows = new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
+        if step.new_tokens is not None:
+            rows = rows[:, step.new_tokens]
+        return mx.put_along_axis(pool, step.new_slots, rows, axis=1)
     for slot, token, n in step.spans:
         pool[:, slot : slot + n] = new[0, :, token : token + n]
     return pool

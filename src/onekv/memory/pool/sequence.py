@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .pool import Pool
+from .pool import IntegrityError, Pool
 from .table import Table
 
 # The parts of one recurrent layer's state; None until the model makes them.
@@ -34,6 +34,15 @@ class Sequence:
         """Make room for `count` more tokens in every table, unless that is done; free blocks are there for them."""
         for table in self.tables:
             table.advance(self.length, count)
+
+    def truncate(self, length: int) -> None:
+        """Only the first `length` tokens are left. Raises IntegrityError if a window has given back what they read."""
+        for table in self.tables:
+            if not table.readable(length):
+                raise IntegrityError(f"{table.rule}: what a query at {length} reads was given back")
+        for table in self.tables:
+            table.truncate(length)
+        self.length = length
 
     def prefilled(self) -> None:
         for table in self.tables:

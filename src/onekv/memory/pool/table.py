@@ -122,6 +122,19 @@ class Table:
             self.blocks += taken
             self.version += 1
 
+    def readable(self, length: int) -> bool:
+        """Whether a query at `length` finds all that it reads, or has a window moved on?"""
+        return self.first <= self.kept or self.rule.first(length) // self.pool.block_size >= self.first
+
+    def truncate(self, length: int) -> None:
+        """Give back the blocks behind the first `length` positions; their number stays reserved."""
+        count = -(-length // self.pool.block_size)
+        if count < len(self.blocks):
+            self.pool.release(self.blocks[count:])
+            del self.blocks[count:]
+            self.version += 1
+            self._keep_in_reserve()
+
     def prefilled(self) -> None:
         """The prompt is stored: from here the table grows one token at a time and needs less in reserve."""
         if not self.rule.ring:
