@@ -64,7 +64,7 @@ def work(folder: Path, expected: list[list[int]], seed: int) -> None:
     while True:
         some = [choose.randrange(len(expected)) for _ in range(choose.randint(1, 3))]
         found = answer(engine, [prompts()[index] for index in some])
-        stats = engine.tier.stats()
+        stats = engine.prefix.tiers[0].stats()
         if found != [expected[index] for index in some] or stats.corrupt or stats.failed:
             print(f"wrong: {found} for {some}; {stats}", flush=True)
             sys.exit(3)

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 
 from onekv.engine.engine import Engine
 from onekv.engine.thread import EngineThread
-from onekv.memory.blocks import Blocks
 from onekv.memory.kv import KVMemory
 from onekv.memory.pool import Pool
-from onekv.memory.table import Table
+from onekv.memory.pool.blocks import Blocks
+from onekv.memory.pool.table import Table
 from onekv.prefix import restore
-from onekv.prefix.cache import PrefixCache
-from onekv.prefix.eviction import Eviction
+from onekv.prefix.find import Finder
 from onekv.prefix.index import Index
+from onekv.prefix.lease import Lease
+from onekv.prefix.store import Store
 from onekv.sim.script import run_seed
 from onekv.tiers.limited import LimitedStore
 from onekv.tiers.reader import Load
@@ -52,49 +53,51 @@ MUTATIONS = {
         Load, "run", "self.ended = True", "self.ended, self.problem = True, None"
     ),
     "a snapshot counts at a shorter length": Mutation(
-        PrefixCache, "_pieces", "end == node.end and self._has_snapshot(node)", "self._has_snapshot(node)"
+        Finder, "_pieces", "end == node.end and self._snapshots", "self._snapshots"
     ),
     "a state from the wrong boundary": Mutation(
-        PrefixCache,
-        "_store_snapshot",
-        "self._memory.states_of(sequence))",
-        "self.__dict__.setdefault('_first', self._memory.states_of(sequence)))",
+        Lease,
+        "_keep_states",
+        "self._store.memory.states_of(self.sequence))",
+        "self._store.__dict__.setdefault('_first', self._store.memory.states_of(self.sequence)))",
     ),
     "a promise is kept for ever": Mutation(Table, "close", "self.pool.unreserve(self.reserved)", "pass"),
     "a window restores without its oldest block": Mutation(
         restore, "_readable", "piece.end > first", "piece.start > first"
     ),
     "a block is published before it is written": Mutation(
-        PrefixCache, "publish", "min(sequence.length, len(tokens))", "min(sequence.length + self._size, len(tokens))"
+        Lease, "publish", "min(self.sequence.length, len", "min(self.sequence.length + self._size, len"
     ),
     "a node that a sequence goes on from is evicted": Mutation(
-        Eviction, "_evict", "if self.removable(node):", "if not node.children and not node.pins:"
+        Store, "_evict", "if self.removable(node):", "if not node.children and not node.pins:"
     ),
     "a pinned tail is taken over": Mutation(
-        PrefixCache,
+        Lease,
         "_continue_block",
-        "sole and length == tail.end and not tail.children and not tail.pins",
-        "length == tail.end and not tail.children",
+        "sole and length == end.end and not (end.children or end.pins or end.leases)",
+        "length == end.end and not end.children",
     ),
     "a tail's copy is the wrong way round": Mutation(
-        PrefixCache,
+        Lease,
         "_continue_block",
-        "pool.copy(tail.blocks[group], table.blocks[-1])",
-        "pool.copy(table.blocks[-1], tail.blocks[group])",
+        "pool.copy(end.blocks[group], table.blocks[-1])",
+        "pool.copy(table.blocks[-1], end.blocks[group])",
     ),
     "a window forgets one block too many": Mutation(
-        Table, "_forget", "first = min(first, len(self.blocks))", "first = min(first + 1, len(self.blocks))"
+        Table, "forget", "// self.pool.block_size, len", "// self.pool.block_size + 1, len"
     ),
-    "a forgotten block is not reserved again": Mutation(Table, "_forget", "    self._keep_in_reserve()", "    pass"),
+    "a forgotten block is not reserved again": Mutation(Table, "forget", "    self._keep_in_reserve()", "    pass"),
     "ends beside longer siblings are overlooked": Mutation(
-        PrefixCache, "_furthest", "-1 if self._mixed else len(match.nodes)", "len(match.nodes)"
+        Finder, "_in_memory", "-1 if self._mixed else len(match.nodes)", "len(match.nodes)"
     ),
-    "a failed request's blocks are not closed": Mutation(Engine, "_discard", "self.memory.close(sequence)", "pass"),
+    "a failed request's blocks are not closed": Mutation(
+        Lease, "discard", "self._store.memory.close(self.sequence)", "pass"
+    ),
     "who fails in admission stays in the queue": Mutation(
         Engine, "_on_behalf_of", "if not request.finished:", "if not request.finished and request.state != 'waiting':"
     ),
     "what changed is forgotten when a step fails": Mutation(
-        Engine, "_on_behalf_of", "self._settle()", "self._changed.clear()\n        self._settle()"
+        Engine, "_on_behalf_of", "self.runner.settle()", "self._changed.clear()\n        self.runner.settle()"
     ),
     "an end is told twice": Mutation(
         EngineThread,
@@ -106,7 +109,7 @@ MUTATIONS = {
         Blocks, "write", "run.rows[:, :, block]", "run.rows[:, :, block - 1]"
     ),
     "a loaded sequence has one token less": Mutation(
-        PrefixCache, "_loaded", "sequence.length = loading.length", "sequence.length = loading.length - 1"
+        Lease, "loaded", "self.sequence.length = loading.length", "self.sequence.length = loading.length - 1"
     ),
     "the limit of the disk is not held": Mutation(
         LimitedStore, "make_room", "if not victims:", "return True\n        if not victims:"
@@ -114,6 +117,11 @@ MUTATIONS = {
     "an unpinned block stays pinned": Mutation(
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"
     ),
+    "room is not made before blocks are taken": Mutation(
+        Lease, "grow", "self._store.make_room(group, table.lacking(end))", "pass"
+    ),
+    "a node that holds nothing stays": Mutation(Store, "_evict", "            self.prune(parent)", "            pass"),
+    "a lease leaves its node twice": Mutation(Lease, "_move", "self._at.leases -= 1", "self._at.leases -= 2"),
     "a batch keeps the states of the one before": Mutation(
         KVMemory, "_load_states", "sequences == self._batch", "len(sequences) == len(self._batch)"
     ),

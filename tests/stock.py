@@ -9,9 +9,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.memory.kv import KVMemory
-from onekv.memory.layout import read_layout
+from onekv.memory.layout.reader import read_layout
 from onekv.memory.plan import make_plan
-from onekv.memory.sequence import Sequence
+from onekv.memory.pool.sequence import Sequence
 from onekv.tiers.opening import open_tier
 
 
@@ -33,8 +33,7 @@ def engine_of(model: Any, **settings: Any) -> Engine:
     resolved = Settings(**settings)
     plan = make_plan(model, resolved, None, CALIBRATION)
     tier = open_tier(resolved, plan, model, "a model")
-    through = resolved.disk_policy == "write_through"
-    return Engine(model, plan, set(), resolved.prefix_cache, tier=tier, write_through=through)
+    return Engine(model, plan, set(), resolved, [tier] if tier is not None else [])
 
 
 def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from onekv.memory.blocks import Blocks
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
+from onekv.memory.pool.blocks import Blocks
 
 BLOCK = 16
 BLOCKS = 5

@@ -11,12 +11,14 @@ import pytest
 
 from encoded_reference import Case
 from onekv import LLM
-from onekv.memory import cpu_encoded, cpu_kernel
-from onekv.memory.cpu_encoded import encoded_decode, supported
+from onekv.memory.attention.numba import encoded as cpu_encoded
+from onekv.memory.attention.numba import kernel as cpu_kernel
+from onekv.memory.attention.numba.encoded import Numba, encoded_decode
+from onekv.memory.attention.turns import Turns
+from onekv.memory.device import kind
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Rope
 from onekv.memory.layout import KVLayer, Rule
-from onekv.memory.turns import Turns
 from rise import Rise
 from stock import engine_of, small_llama
 from test_prefix_exact import run, tokens
@@ -56,7 +58,7 @@ def decode(case: Case, rope: Rope | None, new=True) -> mx.array:
 def test_the_loops_attend_and_store_like_the_reference(shape):
     *rest, rope, dim = shape
     case = Case(*rest, rope, dim)
-    assert supported(case.stored, case.block_size)
+    assert Numba.supports(case.stored, case.block_size, kind())
     out = decode(case, rope)
     assert out.dtype == shape[1] and out.shape == case.queries.shape
     case.check_stored()
@@ -114,11 +116,12 @@ def test_all_formats_and_dims_use_what_was_compiled_once():
 
 def test_only_for_codes_and_block_sizes_that_the_loops_know(monkeypatch):
     stored = KVLayer("layer 0", 2, 64, 64, mx.float32, parse("q4"))
-    assert supported(stored, 64) == (mx.default_device() == mx.cpu)
-    assert not supported(stored, 18)
-    assert not supported(KVLayer("layer 0", 2, 64, 64, mx.float32, parse("kautov4")), 64)
+    assert Numba.supports(stored, 64, "cpu")
+    assert not Numba.supports(stored, 64, "metal") and not Numba.supports(stored, 64, "cuda")
+    assert not Numba.supports(stored, 18, "cpu")
+    assert not Numba.supports(KVLayer("layer 0", 2, 64, 64, mx.float32, parse("kautov4")), 64, "cpu")
     monkeypatch.setattr(cpu_encoded, "why_not", lambda: "no")
-    assert not supported(stored, 64)
+    assert not Numba.supports(stored, 64, "cpu")
 
 
 @pytest.mark.parametrize("kv_format", ["q8", "q4", "tq4", "tq3", "tq2", "k8v4"])
@@ -194,7 +197,7 @@ def in_new_process(before: str = "", **environment: str) -> str:
 
 def test_what_is_compiled_is_kept_and_said_once(tmp_path):
     assert in_new_process(NUMBA_CACHE_DIR=str(tmp_path)).count("compiling attention over encoded KV") == 1
-    assert list(tmp_path.rglob("cpu_kernel.decode*.nbi"))
+    assert list(tmp_path.rglob("kernel.decode*.nbi"))
     assert "compiling" not in in_new_process(SLOWLY, NUMBA_CACHE_DIR=str(tmp_path))
 
 

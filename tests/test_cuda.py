@@ -5,11 +5,12 @@ import itertools
 import mlx.core as mx
 import pytest
 
-from onekv.memory.cuda import cuda_decode, supported
+from onekv.memory.attention.cuda.plain import CudaPlain, cuda_decode
+from onekv.memory.device import kind
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
+from onekv.memory.pool.table import Table
 from onekv.memory.step import GroupStep, visible
-from onekv.memory.table import Table
 
 CASES = [
     (dtype, dims, shared, lengths, rule, block_size)
@@ -47,7 +48,7 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
     pool = Pool(Group(rule, (KVLayer("x", heads, k_dim, v_dim, dtype),)), blocks, block_size)
     arrays = pool.layers[0]
-    assert supported(arrays, block_size)
+    assert CudaPlain.supports(pool.group.layers[0], block_size, kind())
     mx.random.seed(sum(lengths))
     arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
     arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
@@ -92,5 +93,7 @@ def test_kernels_attend_like_the_reference(case, with_sinks):
 
 
 def test_kernels_are_not_used_without_the_device():
-    pool = Pool(Group(Rule(), (KVLayer("x", 2, 64, 64, mx.bfloat16),)), 4, 16)
-    assert supported(pool.layers[0], 16) == mx.cuda.is_available()
+    layer = KVLayer("x", 2, 64, 64, mx.bfloat16)
+    assert CudaPlain.supports(layer, 16, "cuda")
+    assert not CudaPlain.supports(layer, 16, "cpu") and not CudaPlain.supports(layer, 16, "metal")
+    assert (kind() == "cuda") == mx.cuda.is_available()

@@ -6,11 +6,12 @@ import mlx.core as mx
 import pytest
 
 from encoded_reference import Case
-from onekv.memory.cuda_encoded import encoded_decode, supported
+from onekv.memory.attention.cuda.encoded import CudaEncoded, encoded_decode
+from onekv.memory.attention.turns import Turns
+from onekv.memory.device import kind
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Rope
 from onekv.memory.layout import KVLayer, Rule
-from onekv.memory.turns import Turns
 
 DIM = 128
 FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4", "ktq4vq8")
@@ -27,7 +28,7 @@ CASES = [(kv_format, *shape) for kv_format, shape in itertools.product(FORMATS, 
 
 def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope) -> float:
     case = Case(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, DIM)
-    assert supported(case.stored, block_size)
+    assert CudaEncoded.supports(case.stored, block_size, kind())
     turns = Turns().starts(rope, DIM, max(lengths)) if rope else None
     where = (case.step.grid, case.step.positions, case.step.reach(None))
     out = encoded_decode(case.queries, case.arrays, case.stored, case.new, *where, DIM**-0.5, case.sinks, turns)
@@ -44,6 +45,7 @@ def test_the_kernel_attends_like_the_reference(case):
 
 def test_the_kernel_is_not_used_without_the_device_or_for_other_shapes():
     stored = KVLayer("layer 0", 2, DIM, DIM, mx.bfloat16, parse("q4"))
-    assert supported(stored, 16) == mx.cuda.is_available()
-    assert not supported(KVLayer("layer 0", 2, 64, 64, mx.bfloat16, parse("q4")), 16)
-    assert not supported(KVLayer("layer 0", 2, DIM, DIM, mx.bfloat16, parse("kautov4")), 16)
+    assert CudaEncoded.supports(stored, 16, "cuda")
+    assert not CudaEncoded.supports(stored, 16, "cpu") and not CudaEncoded.supports(stored, 16, "metal")
+    assert not CudaEncoded.supports(KVLayer("layer 0", 2, 64, 64, mx.bfloat16, parse("q4")), 16, "cuda")
+    assert not CudaEncoded.supports(KVLayer("layer 0", 2, DIM, DIM, mx.bfloat16, parse("kautov4")), 16, "cuda")

@@ -78,7 +78,7 @@ def files(folder: Path) -> list[Path]:
 def test_write_back_writes_nothing_until_something_is_evicted_or_the_engine_closes(model, tmp_path):
     engine = make_engine(model, tmp_path)
     run(engine, prompt_of(300, 1))
-    engine.tier.flush()
+    engine.prefix.tiers[0].flush()
     assert files(tmp_path) == []
     engine.close()
     # Four whole blocks and the rest.
@@ -88,7 +88,7 @@ def test_write_back_writes_nothing_until_something_is_evicted_or_the_engine_clos
 def test_write_through_writes_whole_blocks_at_once(model, tmp_path):
     engine = make_engine(model, tmp_path, disk_policy="write_through")
     run(engine, prompt_of(300, 1))
-    engine.tier.flush()
+    engine.prefix.tiers[0].flush()
     assert len(files(tmp_path)) == 4
     engine.close()
 
@@ -96,7 +96,7 @@ def test_write_through_writes_whole_blocks_at_once(model, tmp_path):
 def test_what_is_on_disk_is_the_pool_byte_for_byte(model, tmp_path):
     engine = make_engine(model, tmp_path, disk_policy="write_through")
     run(engine, prompt_of(BLOCK + 5, 1))
-    engine.tier.flush()
+    engine.prefix.tiers[0].flush()
     (node,) = [node for node in engine.prefix.index.nodes.values() if node.end == BLOCK]
     (file,) = files(tmp_path)
     arrays, metadata = mx.load(str(file), return_metadata=True)
@@ -134,7 +134,7 @@ def test_hot_only_never_touches_the_disk(model, tmp_path, monkeypatch):
     after = io.read_text() if io.exists() else ""
     assert engine.prefix.stats().evicted_blocks >= 200
     assert _written(after) == _written(before)
-    assert threading.active_count() == threads and engine.tier is None
+    assert threading.active_count() == threads and not engine.prefix.tiers
     assert list(tmp_path.iterdir()) == []
     level = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -154,7 +154,7 @@ def test_a_full_queue_discards_and_does_not_wait(model, tmp_path):
     prompts = [prompt_of(10 * BLOCK, seed) for seed in range(4)]
     for prompt in prompts:
         assert run(engine, prompt)[0].tokens == cold_tokens(model, prompt)
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     assert stats.discarded > 0 and stats.queued_bytes <= 5 * MIB
     assert engine.prefix.stats().evicted_blocks >= 20
     engine.close()
@@ -165,9 +165,9 @@ def test_the_limit_holds(model, tmp_path):
     engine = make_engine(model, tmp_path, blocks=20, disk_limit=limit)
     for seed in range(6):
         run(engine, prompt_of(10 * BLOCK, seed))
-        engine.tier.flush()
+        engine.prefix.tiers[0].flush()
         assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) <= limit
-    assert engine.tier.stats().evicted > 0
+    assert engine.prefix.tiers[0].stats().evicted > 0
     engine.close()
     assert sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file()) <= limit
 
@@ -193,7 +193,7 @@ def test_a_restart_continues_with_all_whole_blocks(model, stored):
     (request,) = run(engine, prompt)
     assert request.cached_tokens == 10 * BLOCK
     assert request.tokens == cold_tokens(model, prompt)
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     assert stats.hits == 10 and stats.promoted_bytes > 20 * MIB and stats.promoted_seconds > 0
     engine.close()
 
@@ -230,7 +230,7 @@ def test_two_requests_for_the_same_read_it_once(model, stored):
     engine = make_engine(model, folder)
     first, second = run(engine, prompt, prompt[: 9 * BLOCK] + prompt_of(80, 5))
     assert first.cached_tokens == 10 * BLOCK and second.cached_tokens == 9 * BLOCK
-    assert engine.tier.stats().hits == 10
+    assert engine.prefix.tiers[0].stats().hits == 10
     assert first.tokens == cold_tokens(model, prompt)
     assert second.tokens == cold_tokens(model, second.prompt)
     engine.close()
@@ -248,12 +248,12 @@ def test_another_request_is_prefilled_while_one_loads(model, stored, monkeypatch
         patch.setattr(engine_module, "LOAD_SECONDS", -1.0)
         for _ in range(3):
             engine.step()
-        assert engine.loading == requests[:1] and engine.prefilling == requests[1:]
+        assert engine.scheduler.loading == requests[:1] and engine.scheduler.prefilling == requests[1:]
         assert requests[1].sequence.length > 0
         engine.check_integrity()
     engine.step()
     # The older one goes first as soon as its blocks are there.
-    assert engine.prefilling[:1] == requests[:1] or requests[0] in engine.running
+    assert engine.scheduler.prefilling[:1] == requests[:1] or requests[0] in engine.scheduler.running
     while not engine.idle:
         engine.step()
     assert requests[0].tokens == cold_tokens(model, prompt)
@@ -269,7 +269,7 @@ def test_a_request_that_is_cancelled_while_it_loads_leaves_nothing(model, stored
         request = Request(prompt, 3)
         engine.submit(request)
         engine.step()
-        assert engine.loading == [request] and engine.memory.pools[0].held
+        assert engine.scheduler.loading == [request] and engine.memory.pools[0].held
         engine.cancel([request])
     assert engine.idle and engine.memory.pools[0].free == engine.memory.pools[0].blocks
     engine.check_integrity()
@@ -295,7 +295,7 @@ def test_clearing_the_cache_clears_the_disk(model, stored):
     engine = make_engine(model, folder)
     engine.prefix.clear()
     assert run(engine, prompt)[0].cached_tokens == 0
-    engine.tier.flush()
+    engine.prefix.tiers[0].flush()
     assert files(folder) == []
     engine.close()
 
@@ -335,7 +335,7 @@ def test_a_damaged_block_is_computed_again(model, stored, caplog):
     engine = make_engine(model, folder)
     (request,) = run(engine, prompt)
     assert request.tokens == cold_tokens(model, prompt)
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     assert 1 <= stats.corrupt <= 3
     assert len([record for record in caplog.records if "damaged" in record.getMessage()]) == 1
     assert engine.prefix.stats().misses.get(DAMAGED) or request.cached_tokens == 10 * BLOCK

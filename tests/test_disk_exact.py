@@ -54,7 +54,7 @@ def test_tokens_after_a_restart_equal_a_cold_run(name, tmp_path):
             assert after.cached_tokens >= never_left.cached_tokens // BLOCK * BLOCK, kind
         restored += after.cached_tokens
     assert restored > 100
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     assert stats.corrupt == stats.discarded == 0 and stats.failed is None
     engine.close()
 
@@ -79,13 +79,13 @@ def test_conversations_that_evict_each_other_stay_exact(name, policy, tmp_path):
         for index, chat in enumerate(chats):
             (request,) = run(engine, [chat])
             # What is still in the queue is not found.
-            engine.tier.flush()
+            engine.prefix.tiers[0].flush()
             assert request.tokens == run(cold, [chat])[0].tokens, (turn, index)
             if turn:
                 cached += request.cached_tokens
             chats[index] = chat + request.tokens + tokens(9, 10 * turn + index)
     assert engine.prefix.stats().evicted_blocks or not engine.memory.pools
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     assert stats.hits and stats.promoted_bytes and not stats.corrupt
     # Nearly all of every chat, in both later turns.
     assert cached > 5 * 112, (cached, stats)

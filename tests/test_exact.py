@@ -8,7 +8,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from architectures import ARCHITECTURES, VOCAB, build
 from onekv.engine.selftest import set_direct, why_one_by_one
 from onekv.errors import UnsupportedLayerError
-from onekv.memory.layout import KEEP, read_layout
+from onekv.memory.layout.reader import KEEP, read_layout
 from stock import forward, make_memory, paged_logits, pieces, stock_logits, worst
 
 TOLERANCE = 1e-4

@@ -8,6 +8,7 @@ import pytest
 from architectures import VOCAB, build
 from onekv.engine import End, Request
 from onekv.errors import OneKVError, RequestFailedError
+from onekv.prefix.lease import Lease
 from test_prefix_exact import make_engine, run, tokens
 from test_thread import Broken, Collected, Running
 
@@ -20,14 +21,14 @@ def raises(*_, **__):
 
 def failing_prefill(engine, length: int) -> None:
     """From now on the model raises on prompts of `length` tokens."""
-    model = engine.model
+    model = engine.runner.model
 
     def fails(inputs, cache):
         if inputs.shape[1] == length:
             raise ValueError(SECRET)
         return model(inputs, cache=cache)
 
-    engine.model = fails
+    engine.runner.model = fails
 
 
 def test_who_ended_before_another_ones_prompt_fails_gets_its_last_token_and_its_end():
@@ -125,16 +126,16 @@ def test_the_text_of_an_internal_error_does_not_reach_the_client():
             assert error.__cause__ is not None
 
 
-def test_what_a_request_cannot_leave_behind_ends_it_with_an_error():
+def test_what_a_request_cannot_leave_behind_ends_it_with_an_error(monkeypatch):
     engine = make_engine(build("llama"))
-    engine.prefix.finish = raises
+    monkeypatch.setattr(Lease, "finish", raises)
     requests = [Request(tokens(30, 1), 4), Request(tokens(40, 2), 4)]
     for request in requests:
         engine.submit(request)
     for _ in range(20):
         engine.step()
     assert [request.finish_reason for request in requests] == ["error", "error"]
-    del engine.prefix.finish
+    monkeypatch.undo()
     engine.check_integrity()
     assert run(engine, [tokens(30, 1)], 4)[0].finish_reason == "length"
 

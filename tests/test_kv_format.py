@@ -10,14 +10,14 @@ from architectures import KINDS, build
 from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.errors import SettingError, UnsupportedLayerError
-from onekv.memory.blocks import block_tensors
-from onekv.memory.formats import NAMES
+from onekv.memory.attention.turns import UNIT
+from onekv.memory.formats import names
 from onekv.memory.formats.centre import centre_bytes
-from onekv.memory.turns import UNIT
+from onekv.memory.pool.blocks import block_tensors
 from stock import engine_of, small_llama, stock_logits
 from test_prefix_exact import hits, run, tokens
 
-FORMATS = [name for name in NAMES if name != "auto"]
+FORMATS = [name for name in names() if name != "auto"]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_the_pool_has_the_bytes_of_the_plan(kv_format, llama):
 
 
 def test_formats_hold_more_tokens(llama):
-    held = {name: make_engine(llama, name).plan.longest for name in NAMES}
+    held = {name: make_engine(llama, name).plan.longest for name in names()}
     # Of float32, 32 bits a number: 8.5, 4.5, 4.25, 3.25, 2.25 bits.
     for name, bits in {"q8": 8.5, "q4": 4.5, "tq4": 4.25, "tq3": 3.25, "tq2": 2.25}.items():
         assert held[name] / held["auto"] == pytest.approx(32 / bits, rel=0.03)

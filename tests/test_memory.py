@@ -6,7 +6,7 @@ import pytest
 
 from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory import layers
+from onekv.memory.attention import layer
 from onekv.memory.plan import make_plan
 from stock import small_llama
 
@@ -33,7 +33,7 @@ def run(engine: Engine, requests: list[Request]) -> list[int]:
     active = []
     while not engine.idle:
         engine.step()
-        if not engine.waiting and not engine.prefilling:
+        if not engine.scheduler.waiting and not engine.scheduler.prefilling:
             active.append(mx.get_active_memory())
     return active
 
@@ -49,8 +49,7 @@ def test_active_memory_is_flat_while_decoding(layer_count):
     pool = engine.memory.pools[0]
     before = addresses(engine)
     active = run(engine, [Request(random_prompt(PROMPT), DECODED)])
-    layer = engine.plan.layout.groups[0].layers[0]
-    workspace = layer.token_bytes * (PROMPT + DECODED)
+    workspace = engine.plan.layout.groups[0].layers[0].token_bytes * (PROMPT + DECODED)
     assert len(active) >= DECODED
     assert max(active) - min(active) < workspace + pool.block_bytes
     assert addresses(engine) == before
@@ -84,14 +83,14 @@ def test_a_write_that_is_not_in_place_is_noticed(monkeypatch):
     engine = make_engine(4)
     before = addresses(engine)
     pinned = []
-    write = layers.write
+    write = layer.write
 
     def pinning_write(step, pool, new):
         written = write(step, pool, new)
         pinned.append(written[:, :1])
         return written
 
-    monkeypatch.setattr(layers, "write", pinning_write)
+    monkeypatch.setattr(layer, "write", pinning_write)
     run(engine, [Request(random_prompt(40), 8)])
     assert addresses(engine) != before
 

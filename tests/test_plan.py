@@ -9,11 +9,13 @@ from architectures import VOCAB, build
 from onekv.config import Settings
 from onekv.errors import MemoryBudgetError, SettingError
 from onekv.memory.kv import KVMemory
-from onekv.memory.layout import KEEP, Group, KVLayer, Layout, Leaf, Rule, read_layout
-from onekv.memory.plan import MARGIN, Plan, divide, make_plan
+from onekv.memory.layout import Group, KVLayer, Layout, Leaf, Rule
+from onekv.memory.layout.reader import KEEP, read_layout
+from onekv.memory.plan import MARGIN, Plan, make_plan
+from onekv.memory.plan.budget import divide
 from onekv.memory.pool import OutOfBlocks
-from onekv.memory.sequence import Sequence
-from onekv.memory.table import blocks_needed
+from onekv.memory.pool.sequence import Sequence
+from onekv.memory.pool.table import blocks_needed
 from onekv.units import format_size
 
 FLOAT = 4

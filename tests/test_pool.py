@@ -5,7 +5,7 @@ import pytest
 
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import IntegrityError, OutOfBlocks, Pool
-from onekv.memory.table import FORGOTTEN, Table, blocks_needed
+from onekv.memory.pool.table import FORGOTTEN, Table, blocks_needed
 
 BLOCK = 16
 

@@ -233,7 +233,7 @@ def test_a_prefix_is_computed_once_and_taken_over_when_its_request_is_cancelled(
     engine.step()
     engine.step()
     # Two chunks of 48 tokens: six blocks of 16 are there, and the second request has waited for them.
-    assert second.sequence is None
+    assert second.lease is None
     engine.cancel([first])
     while not engine.idle:
         engine.step()
@@ -321,12 +321,11 @@ def test_a_hit_allocates_no_kv():
     buffers = [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers]
     mx.reset_peak_memory()
     active = mx.get_active_memory()
-    sequence = engine.prefix.open([*prompt, *tokens(9, 2)], 1100)
-    assert sequence.length >= 1000
+    lease = engine.prefix.open([*prompt, *tokens(9, 2)], 1100)
+    assert lease.sequence.length >= 1000
     # A block and the small arrays of indices; the pool is 60 times that.
     assert mx.get_peak_memory() - active < 2 * engine.memory.pools[0].block_bytes
-    engine.prefix.finish(sequence, prompt)
-    engine.memory.close(sequence)
+    lease.finish(prompt)
     assert [np.array(a.k, copy=False).ctypes.data for a in engine.memory.pools[0].layers] == buffers
     engine.check_integrity()
 

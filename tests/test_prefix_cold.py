@@ -5,10 +5,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Layout
+from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.prefix.cache import PrefixCache
+from onekv.prefix.lease import Lease
 from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier
 from onekv.tiers.image import Image
@@ -24,28 +25,34 @@ class Cached:
             images[STATES] = Image(state_tensors(layout), BLOCK)
         self.tier = DiskTier(folder, "test", "test", images, BLOCK, 2**25, 2**20)
         self.memory = KVMemory(layout, blocks, BLOCK, CHUNK)
-        self.cache = PrefixCache(self.memory, "test", 10 * 4, self.tier)
+        self.cache = PrefixCache(self.memory, "test", 10 * 4, [self.tier])
+        # Those that have not finished.
+        self.leases: list[Lease] = []
 
     def compute(self, tokens: list[int], snapshots: bool = True) -> None:
         """Open, compute and finish a conversation."""
-        sequence = self.cache.open(tokens, len(tokens))
-        while self.cache.loading(sequence):
-            self.cache.load(10.0)
+        lease = self.cache.open(tokens, len(tokens))
+        self.leases.append(lease)
+        self.load(lease)
+        sequence = lease.sequence
         while sequence.length < len(tokens):
             count = min(BLOCK - sequence.length % BLOCK, len(tokens) - sequence.length)
-            sequence.advance(count)
+            lease.grow(count)
             sequence.length += count
             if self.memory.layout.states:
                 sequence.states = [[mx.array([[float(sequence.length)]])]]
-            self.cache.publish(sequence, tokens)
+            lease.publish(tokens)
             if snapshots:
-                self.cache.snapshot(sequence)
-        self.cache.finish(sequence, tokens)
-        self.memory.close(sequence)
+                lease.snapshot()
+        lease.finish(tokens)
+        self.leases.remove(lease)
+
+    def load(self, lease: Lease) -> None:
+        while lease.loading is not None:
+            self.cache.load([lease], 10.0)
 
     def check(self) -> None:
         self.cache.check_integrity()
-        self.memory.check_integrity([self.cache.cached_blocks(g) for g in range(len(self.memory.pools))])
 
     def close(self) -> None:
         self.tier.close()
@@ -65,18 +72,16 @@ def test_making_room_for_what_is_read_does_not_evict_what_is_shared(order, tmp_p
     cached.compute(tokens[:BLOCK])
     cached.compute([9] * BLOCK)
     held = cached.cache.open([77] * BLOCK, BLOCK)
-    held.advance(BLOCK)
-    sequence = cached.cache.open([*tokens, 99], 12)
-    assert cached.cache.loading(sequence)
+    held.grow(BLOCK)
+    lease = cached.cache.open([*tokens, 99], 12)
+    assert lease.loading is not None
     cached.check()
-    while cached.cache.loading(sequence):
-        cached.cache.load(10.0)
-    assert sequence.length == 11
-    assert min(sequence.tables[order.index(None)].blocks) >= 0
+    cached.load(lease)
+    assert lease.sequence.length == 11
+    assert min(lease.sequence.tables[order.index(None)].blocks) >= 0
     cached.check()
-    for each in (sequence, held):
-        cached.cache.abandon(each)
-        cached.memory.close(each)
+    for each in (lease, held):
+        each.release()
     cached.check()
     cached.close()
 
@@ -93,12 +98,11 @@ def test_the_end_of_a_conversation_is_found_beside_one_that_shares_more(windows,
     list(cached.cache.store_all())
     cached.tier.flush()
     prompt = [1, 2, 3, 4, 5, 6, 7, 9]
-    sequence = cached.cache.open(prompt, len(prompt))
-    assert not cached.cache.loading(sequence)
-    assert sequence.length == 6
-    assert sequence.states[0][0].item() == 6
-    cached.cache.abandon(sequence)
-    cached.memory.close(sequence)
+    lease = cached.cache.open(prompt, len(prompt))
+    assert lease.loading is None
+    assert lease.sequence.length == 6
+    assert lease.sequence.states[0][0].item() == 6
+    lease.release()
     cached.check()
     cached.close()
 
@@ -115,9 +119,9 @@ def test_what_fails_while_a_sequence_is_opened_leaves_nothing_held(tmp_path):
     cached.tier.offer = fails
     with pytest.raises(OSError, match="out of order"):
         cached.compute([50 + i for i in range(12)])
-    for sequence in list(cached.memory._open):
-        cached.cache.abandon(sequence)
-        cached.memory.close(sequence)
+    for lease in cached.leases:
+        lease.release()
+    assert not any(pool.held for pool in cached.memory.pools)
     cached.check()
     assert all(pool.reserved == 0 for pool in cached.memory.pools)
     cached.close()

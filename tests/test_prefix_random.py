@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from onekv.errors import MemoryBudgetError
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Group, KVLayer, Layout, Rule, StateLayer
 from onekv.memory.pool import OutOfBlocks
-from onekv.memory.table import FORGOTTEN
+from onekv.memory.pool.blocks import block_tensors, state_tensors
+from onekv.memory.pool.table import FORGOTTEN
 from onekv.prefix.cache import PrefixCache
+from onekv.prefix.lease import BeingRead
 from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier
 from onekv.tiers.image import Image
@@ -47,8 +48,8 @@ def make_layout(windows: list[int | None], recurrent: bool) -> Layout:
 
 
 class Running:
-    def __init__(self, sequence, prompt, salt):
-        self.sequence, self.tokens, self.salt = sequence, list(prompt), salt
+    def __init__(self, lease, prompt, salt):
+        self.lease, self.sequence, self.tokens, self.salt = lease, lease.sequence, list(prompt), salt
 
 
 class Machine(RuleBasedStateMachine):
@@ -66,7 +67,7 @@ class Machine(RuleBasedStateMachine):
 
     def make_cache(self):
         self.memory = KVMemory(self.layout, (BLOCKS,) * len(self.layout.groups), BLOCK, CHUNK)
-        self.cache = PrefixCache(self.memory, "test", snapshot_budget=10 * 4, tier=self.tier)
+        self.cache = PrefixCache(self.memory, "test", snapshot_budget=10 * 4, tiers=[self.tier] if self.tier else [])
 
     # What the engine would do
 
@@ -86,13 +87,13 @@ class Machine(RuleBasedStateMachine):
             return
         evicted = self.cache.stats().evicted_blocks
         try:
-            sequence = self.cache.open(prompt, len(prompt) + room, salt)
-        except OutOfBlocks:
+            lease = self.cache.open(prompt, len(prompt) + room, salt)
+        except (OutOfBlocks, BeingRead):
             return
-        if sequence is not None:
-            self.opened(sequence, prompt, salt, evicted)
+        self.opened(lease, prompt, salt, evicted)
 
-    def opened(self, sequence, prompt, salt, evicted):
+    def opened(self, lease, prompt, salt, evicted):
+        sequence = lease.sequence
         known = max((common(prompt, tokens) for tokens, other in self.past if other == salt), default=0)
         assert sequence.length <= min(known, len(prompt) - 1)
         if not evicted and self.layout is LAYOUTS["full"]:
@@ -101,7 +102,7 @@ class Machine(RuleBasedStateMachine):
             assert sequence.length >= self.least(shared, len(prompt) - 1)
         if self.layout.states and sequence.length:
             assert sequence.states[0][0].item() == number(prompt[: sequence.length], salt)
-        self.running.append(Running(sequence, prompt, salt))
+        self.running.append(Running(lease, prompt, salt))
 
     def least(self, shared, limit):
         return min(shared // BLOCK * BLOCK, limit)
@@ -122,13 +123,13 @@ class Machine(RuleBasedStateMachine):
         count = min(count, room)
         if count < 1:
             return
-        sequence.advance(count)
+        run.lease.grow(count)
         self.write(run, count)
         sequence.length += count
         if self.layout.states:
             sequence.states = [[mx.array([[number(run.tokens[: sequence.length], run.salt)]])]]
-        self.cache.publish(sequence, run.tokens)
-        self.cache.snapshot(sequence)
+        run.lease.publish(run.tokens)
+        run.lease.snapshot()
         self.past.append((run.tokens[: sequence.length], run.salt))
         self.kept.append(self.past[-1])
 
@@ -146,8 +147,7 @@ class Machine(RuleBasedStateMachine):
         """Finished or cancelled: to the cache it is the same."""
         run = data.draw(st.sampled_from(self.running))
         self.running.remove(run)
-        self.cache.finish(run.sequence, run.tokens)
-        self.memory.close(run.sequence)
+        run.lease.finish(run.tokens)
 
     @precondition(lambda self: self.past)
     @rule(data=st.data())
@@ -176,7 +176,6 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self):
         self.cache.check_integrity()
-        self.memory.check_integrity([self.cache.cached_blocks(g) for g in range(len(self.memory.pools))])
 
     @invariant()
     def every_running_sequence_reads_its_own_tokens(self):
@@ -210,8 +209,7 @@ class Machine(RuleBasedStateMachine):
 
     def end_all(self):
         for run in self.running:
-            self.cache.finish(run.sequence, run.tokens)
-            self.memory.close(run.sequence)
+            run.lease.finish(run.tokens)
         self.running.clear()
 
     def teardown(self):
@@ -247,11 +245,11 @@ class DiskMachine(Machine):
         self.tier.flush()
         super().start(prompt, salt, room)
 
-    def opened(self, sequence, prompt, salt, evicted):
-        if self.cache.loading(sequence):
-            self.loading[sequence] = (prompt, salt, evicted)
+    def opened(self, lease, prompt, salt, evicted):
+        if lease.loading is not None:
+            self.loading[lease] = (prompt, salt, evicted)
         else:
-            super().opened(sequence, prompt, salt, evicted)
+            super().opened(lease, prompt, salt, evicted)
 
     @rule(data=st.data(), more=TOKENS, restart=st.sampled_from(["no", "killed", "closed"]))
     def talk(self, data, more, restart):
@@ -269,33 +267,28 @@ class DiskMachine(Machine):
             run = self.running.pop()
             while run.sequence.length < min(len(run.tokens) + 2, run.sequence.max_length):
                 self.compute_next(run, CHUNK, 1)
-            self.cache.finish(run.sequence, run.tokens)
-            self.memory.close(run.sequence)
+            run.lease.finish(run.tokens)
 
     @precondition(lambda self: self.loading)
     @rule()
     def collect(self):
-        for sequence, loaded in self.cache.load(10.0):
-            asked = self.loading.pop(sequence)
+        for lease, loaded in self.cache.load(list(self.loading), 10.0):
+            asked = self.loading.pop(lease)
             if loaded:
-                super().opened(sequence, *asked)
-            else:
-                self.memory.close(sequence)
+                super().opened(lease, *asked)
 
     @precondition(lambda self: self.loading)
     @rule(data=st.data())
     def cancel(self, data):
-        sequence = data.draw(st.sampled_from(list(self.loading)))
-        del self.loading[sequence]
-        self.cache.abandon(sequence)
-        self.memory.close(sequence)
+        lease = data.draw(st.sampled_from(list(self.loading)))
+        del self.loading[lease]
+        lease.release()
 
     @rule(kill=st.booleans())
     def restart(self, kill):
         """The process ends, with or without having stored what is cached, and another one goes on."""
-        for sequence in list(self.loading):
-            self.cache.abandon(sequence)
-            self.memory.close(sequence)
+        for lease in self.loading:
+            lease.release()
         self.loading.clear()
         self.end_all()
         for tokens, salt in self.pins:
@@ -321,9 +314,8 @@ class DiskMachine(Machine):
             self.kept.clear()
 
     def teardown(self):
-        for sequence in list(self.loading):
-            self.cache.abandon(sequence)
-            self.memory.close(sequence)
+        for lease in self.loading:
+            lease.release()
         super().teardown()
         assert self.tier.stats().failed is None
         self.tier.close()

@@ -12,7 +12,7 @@ from onekv import LLM
 from onekv.bench import quality
 from onekv.bench.soak import _save_tiny
 from onekv.cli import main
-from onekv.memory.calibration import calibration_tokens
+from onekv.memory.layout.calibration import calibration_tokens
 from onekv.models import load_model
 from stock import small_llama, stock_logits
 from test_cli import refused

@@ -94,8 +94,7 @@ def test_requests_together_get_what_each_gets_alone():
 
 @pytest.mark.parametrize("decode_steps", [1, 3])
 def test_decoding_waits_for_one_chunk_and_a_prompt_for_so_many_tokens(decode_steps):
-    engine = make_engine(build("llama"), max_batch=2)
-    engine.decode_steps = decode_steps
+    engine = make_engine(build("llama"), max_batch=2, decode_steps=decode_steps)
     talker, newcomer = Request(tokens(10, 1), 100), Request(tokens(48 * 6, 2), 4)
     engine.submit(talker)
     while len(talker.tokens) < 3:
@@ -103,10 +102,10 @@ def test_decoding_waits_for_one_chunk_and_a_prompt_for_so_many_tokens(decode_ste
     engine.submit(newcomer)
     trace = []
     while not newcomer.tokens:
-        before = newcomer.sequence.length if newcomer.sequence is not None else 0
+        before = newcomer.sequence.length if newcomer.lease is not None else 0
         engine.step()
         trace.append(newcomer.sequence.length > before)
-        assert len(engine._flight.requests) >= 1
+        assert len(engine.runner.flight.requests) >= 1
     chunks = [index for index, chunk in enumerate(trace) if chunk][:6]
     assert len(chunks) == 6
     assert {b - a for a, b in itertools.pairwise(chunks)} == {decode_steps}
@@ -257,14 +256,14 @@ def test_a_model_that_raises_fails_the_requests_of_that_step_alone():
         talker = Collected(tokens(9, 1), 200)
         running.start(talker)
         talker.events.get(timeout=60)
-        engine, model = running.engine, running.engine.model
+        engine, model = running.engine, running.engine.runner.model
 
         def fails(inputs, cache):
             if inputs.shape[1] > 20:
                 raise ValueError("no room in this model")
             return model(inputs, cache=cache)
 
-        running.thread.call(lambda engine: setattr(engine, "model", fails)).result(60)
+        running.thread.call(lambda engine: setattr(engine.runner, "model", fails)).result(60)
         victim = Collected(tokens(60, 2), 5)
         running.start(victim)
         error = victim.result()

@@ -21,9 +21,9 @@ from .config import Settings, whole
 from .engine import Engine, Request, Sampling, Timings
 from .engine.request import FinishReason
 from .errors import OneKVError, PromptError, SettingError, TooLongError
-from .memory import cpu_encoded
-from .memory.calibration import calibration_tokens
+from .memory.attention.numba import encoded as cpu_encoded
 from .memory.formats import KVFormat, parse
+from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
 from .stats import MemoryStats, PoolStats, Stats, read_stats
@@ -170,10 +170,8 @@ class LLM:
                 self.model,
                 self.plan,
                 self.stop_tokens,
-                self.settings.prefix_cache,
-                self.settings.decode_steps,
-                tier,
-                self.settings.disk_policy == "write_through",
+                self.settings,
+                [tier] if tier is not None else [],
                 StoreBar() if progress else None,
             )
         finally:
@@ -258,13 +256,11 @@ class LLM:
 
     def unpin(self, prompt: Prompt, salt: str = "") -> None:
         """Let the blocks of a prompt that was generated from with `pin=True` be evicted again."""
-        if self.engine.prefix is not None:
-            self.engine.prefix.unpin(self._request(prompt, 1, {}).prompt, salt)
+        self.engine.prefix.unpin(self._request(prompt, 1, {}).prompt, salt)
 
     def clear_cache(self) -> None:
         """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
-        if self.engine.prefix is not None:
-            self.engine.prefix.clear()
+        self.engine.prefix.clear()
 
     def stats(self) -> Stats:
         return read_stats(self.engine)

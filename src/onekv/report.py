@@ -8,9 +8,10 @@ import mlx.core as mx
 from .config import Settings
 from .errors import MemoryBudgetError, UnsupportedLayerError
 from .llm import LLM, Completion, Message
-from .memory.formats import NAMES, parse
-from .memory.layout import encoded
-from .memory.plan import MARGIN, Plan, divide, make_plan
+from .memory.formats import names, parse
+from .memory.layout.stored import encoded
+from .memory.plan import MARGIN, Plan, make_plan
+from .memory.plan.budget import divide
 from .models import context_length, load_model
 from .units import format_size
 
@@ -87,11 +88,11 @@ def _lengths_table(plan: Plan) -> str:
 def _formats_table(plan: Plan, settings: Settings) -> str:
     """What the same budget holds in each format."""
     chosen = str(parse(settings.kv_format))
-    names = [*NAMES, "k8v4"]
-    if chosen not in [str(parse(name)) for name in names]:
-        names.append(chosen)
+    compared = [*names(), "k8v4"]
+    if chosen not in [str(parse(name)) for name in compared]:
+        compared.append(chosen)
     rows = []
-    for name in names:
+    for name in compared:
         shown = f"{name} (this plan)" if str(parse(name)) == chosen else name
         try:
             layout = encoded(plan.layout, parse(name), settings.kv_plain_layers)

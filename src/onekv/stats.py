@@ -82,7 +82,8 @@ def read_stats(engine: Engine) -> Stats:
         peak=mx.get_peak_memory(),
         buffer_cache=mx.get_cache_memory(),
     )
-    running = len(engine.running) + len(engine.prefilling) + len(engine.loading)
-    prefix = engine.prefix.stats() if engine.prefix is not None else None
-    tiers = (engine.tier.stats(),) if engine.tier is not None else ()
-    return Stats(pools, memory, prefix, tiers, len(engine.waiting), running, engine.one_by_one)
+    waiting = len(engine.scheduler.waiting)
+    running = len(list(engine.scheduler)) - waiting
+    prefix = engine.prefix.stats() if engine.prefix.enabled else None
+    tiers = tuple(tier.stats() for tier in engine.prefix.tiers)
+    return Stats(pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one)

@@ -6,10 +6,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from architectures import build
-from onekv.memory.calibration import centred
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Centre, Rope
-from onekv.memory.layout import encoded, read_layout
+from onekv.memory.layout.calibration import centred
+from onekv.memory.layout.fingerprint import stored_as
+from onekv.memory.layout.reader import read_layout
+from onekv.memory.layout.stored import encoded
 from stock import CALIBRATION, small_llama
 
 HEADS, DIM = 3, 32
@@ -105,7 +107,7 @@ def test_formats_with_enough_bits_have_none(name):
 def test_other_tokens_and_none_give_other_names():
     model = small_llama(5, num_hidden_layers=1, intermediate_size=64, num_key_value_heads=2, head_dim=64)
     layout = layout_of(model, "q4")
-    named = {centred(layout, model, tokens).codecs for tokens in ((), CALIBRATION, CALIBRATION[1:])}
+    named = {stored_as(centred(layout, model, tokens), 16) for tokens in ((), CALIBRATION, CALIBRATION[1:])}
     assert len(named) == 3
 
 

@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from onekv.memory.formats import NAMES, attention, parse
+from onekv.memory.attention import tiles
+from onekv.memory.formats import names, parse
 
 
 def draw(*shape: int) -> mx.array:
@@ -27,17 +28,17 @@ def expected(name, queries, keys, values, scale, bias=None, sinks=None):  # type
 
 def attend(name, queries, keys, values, scale, **more):  # type: ignore[no-untyped-def]
     k, v = parse(name).keys(keys.shape[-1], mx.float32), parse(name).values(values.shape[-1], mx.float32)
-    return attention.attend(queries, k, k.encode(keys), v, v.encode(values), scale, **more)
+    return tiles.attend(queries, k, k.encode(keys), v, v.encode(values), scale, **more)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "k8v4", "ktq4vtq2"])
+@pytest.mark.parametrize("name", [*names(), "k8v4", "ktq4vtq2"])
 @pytest.mark.parametrize("tile", [None, 7, 250])
 @pytest.mark.parametrize(("dim", "v_dim"), [(64, 64), (192, 128), (256, 256)])
 def test_equals_attention_over_decoded_rows(
     name: str, tile: int | None, dim: int, v_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if tile is not None:
-        monkeypatch.setattr(attention, "TILE_BYTES", tile * 4 * dim)
+        monkeypatch.setattr(tiles, "TILE_BYTES", tile * 4 * dim)
     queries, keys, values = draw(2, 3, dim), draw(2, 100, dim), draw(2, 100, v_dim)
     found = attend(name, queries, keys, values, 0.3)
     assert np.abs(np.array(found) - expected(name, queries, keys, values, 0.3)).max() < 2e-5
@@ -64,6 +65,6 @@ def test_few_tokens_are_plain_at_a_time(name: str) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(attention.attend(queries, k, key_parts, v, value_parts, 0.125))
+    mx.eval(tiles.attend(queries, k, key_parts, v, value_parts, 0.125))
     plain = heads * tokens * dim * 4
     assert mx.get_peak_memory() - before < 0.75 * plain

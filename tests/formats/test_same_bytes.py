@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 from encoded_reference import HEADS, Case
-from onekv.memory.cpu_encoded import encoded_decode, supported
+from onekv.memory.attention.numba.encoded import Numba, encoded_decode
+from onekv.memory.attention.turns import Turns
+from onekv.memory.device import kind
 from onekv.memory.formats.centre import Rope
 from onekv.memory.formats.rotation import rotation
 from onekv.memory.layout import Rule
-from onekv.memory.turns import Turns
 
 FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4")
 DIMS = (80, 64, 96, 112, 128, 192, 256)
@@ -44,7 +45,7 @@ def stored_by_a_step(kv_format: str, dim: int, rope: Rope | None, dtype: mx.Dtyp
     case = Case(kv_format, dtype, 1, lengths, Rule(), 16, False, rope, dim)
     rows = rows_of_all_kinds(dim)
     case.new = tuple(mx.array(new)[:, :, None].astype(dtype) for new in (rows, rows[::-1].copy()))
-    assert supported(case.stored, 16)
+    assert Numba.supports(case.stored, 16, kind())
     step, turns = case.step, None
     if case.stored.centre is not None:
         # Without their centres, some keys are near edges of codes.

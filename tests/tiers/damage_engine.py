@@ -48,7 +48,7 @@ def open_engine(folder: Path, disk: Watched, choose: random.Random) -> Engine:
     )
     plan = make_plan(model, settings, None, CALIBRATION)
     tier = open_tier(settings, plan, model, "a model", files=disk, threads=choose.random() < 0.5)
-    return Engine(model, plan, set(), True, tier=tier, write_through=policy == "write_through")
+    return Engine(model, plan, set(), settings, [tier])
 
 
 def use(engine: Engine, expected: list[list[int]], choose: random.Random) -> None:
@@ -79,8 +79,7 @@ def make_round(
             engine = open_engine(folder, disk, choose)
     use(engine, expected, choose)
     engine.check_integrity()
-    assert engine.tier is not None
-    stats = engine.tier.stats()
+    stats = engine.prefix.tiers[0].stats()
     engine.close()
     disk.look()
     happened = "out of use" if stats.failed else "blocks lost, or emptied" if stats.corrupt else "as if nothing was"

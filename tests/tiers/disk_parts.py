@@ -8,7 +8,7 @@ import onekv  # noqa: F401  (before MLX, which links its matrix products when it
 # isort: split
 import mlx.core as mx
 
-from onekv.memory.blocks import Tensor
+from onekv.memory.pool.blocks import Tensor
 from onekv.tiers.base import STATES, Address, Target
 from onekv.tiers.disk import DiskTier
 from onekv.tiers.image import Image

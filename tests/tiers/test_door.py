@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from architectures import build
 from onekv.config import Settings
 from onekv.engine import Engine, Request
-from onekv.memory.blocks import block_tensors, state_tensors
 from onekv.memory.plan import Plan, make_plan
+from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.tiers.base import STATES, Address, Entry, Target, TierStats
 
 BLOCK = 16
@@ -111,16 +111,34 @@ class DictTier:
         self.closed = True
 
 
-def engine_with(model, limit: int) -> tuple[Engine, DictTier]:
-    """An engine whose pool holds hardly more than one of the conversations below."""
+class LateTier(DictTier):
+    """Knows only when it is asked for the third time, as one that has to ask another machine."""
+
+    def __init__(self, plan: Plan, limit: int) -> None:
+        super().__init__(plan, limit)
+        self.asked: Counter[tuple[bytes, ...]] = Counter()
+
+    def _late(self, *question: bytes) -> bool:
+        self.asked[question] += 1
+        return self.asked[question] <= 2
+
+    def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry] | None:
+        return None if self._late(*keys) else super().find(keys)
+
+    def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:
+        return None if self._late(parent) else super().tails(parent)
+
+
+def engine_with(model, limit: int, kind: type[DictTier] = DictTier, count: int = 1, batch: int = 1):
+    """An engine whose pool holds hardly more than one of the conversations below, with `count` tiers behind it."""
     probe = make_plan(model, Settings(kv_memory="8MB", block_size=BLOCK, max_batch=1, prefill_chunk=48), None)
     size = probe.layout.groups[0].token_bytes * BLOCK * 16 * len(probe.layout.groups)
     settings = Settings(
-        kv_memory=size + 12 * probe.layout.sequence_bytes, block_size=BLOCK, max_batch=1, prefill_chunk=48
+        kv_memory=size + 12 * probe.layout.sequence_bytes, block_size=BLOCK, max_batch=batch, prefill_chunk=48
     )
     plan = make_plan(model, settings, None)
-    tier = DictTier(plan, limit)
-    return Engine(model, plan, set(), tier=tier), tier
+    tiers = [kind(plan, limit) for _ in range(count)]
+    return Engine(model, plan, set(), settings, tiers), *tiers
 
 
 def ask(engine: Engine, prompt: list[int], count: int = 4) -> Request:
@@ -175,3 +193,63 @@ def test_a_tier_that_is_too_small_loses_blocks_and_no_tokens():
         assert tier.stats().bytes <= tier.limit
     assert tier.stats().evicted and tier.stats().hits
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_request_looks_while_a_tier_has_no_answer_and_the_others_go_on(name):
+    model = build(name)
+    engine, _ = engine_with(model, 2**24, LateTier, batch=2)
+    answered = [ask(engine, prompt_of(seed, 80)) for seed in range(4)]
+    talker = Request(prompt_of(9, 20), 40)
+    engine.submit(talker)
+    while len(talker.tokens) < 3:
+        engine.step()
+    again = Request([*answered[0].all_tokens, *prompt_of(11, 9)], 4)
+    engine.submit(again)
+    states, before = [], len(talker.tokens)
+    while not again.finished:
+        engine.step()
+        states.append(again.state)
+    while not engine.idle:
+        engine.step()
+    assert states[:2] == ["looking", "looking"]
+    assert len(talker.tokens) > before + 3
+    assert again.cached_tokens >= 80 // BLOCK * BLOCK
+    assert again.tokens == stock_tokens(model, again.prompt)
+    assert talker.tokens == stock_tokens(model, talker.prompt, 40)
+    engine.check_integrity()
+    engine.close()
+
+
+def test_a_request_that_is_looking_can_be_cancelled():
+    model = build("llama")
+    engine, _ = engine_with(model, 2**24, LateTier)
+    request = Request(prompt_of(1, 80), 4)
+    engine.submit(request)
+    engine.step()
+    assert request.state == "looking"
+    engine.cancel([request])
+    assert request.finish_reason == "cancelled" and engine.idle
+    engine.check_integrity()
+
+
+def test_what_the_first_tier_has_no_room_for_goes_to_the_second_and_is_read_from_both():
+    model = build("llama")
+    engine, first, second = engine_with(model, 2**24, count=2)
+    chats = [prompt_of(seed) for seed in range(5)]
+    for chat in chats[:3]:
+        ask(engine, chat)
+    # The first is full from here on: it does not take what it does not have.
+    first.offer = lambda address, part, fill, wait=False: (address.key, part) in first.parts
+    for chat in chats[3:]:
+        ask(engine, chat)
+    for chat in chats:
+        request = ask(engine, [*chat, 5, 6])
+        assert request.tokens == stock_tokens(model, [*chat, 5, 6])
+        assert request.cached_tokens >= 150 // BLOCK * BLOCK
+    assert first.stats().hits and second.stats().hits
+    assert first.parts.keys().isdisjoint(second.parts)
+    engine.prefix.clear()
+    assert not first.parts and not second.parts
+    engine.close()
+    assert first.closed and second.closed

@@ -9,7 +9,7 @@ from disk_parts import BLOCK, address, open_tier
 from safetensors import safe_open
 
 from onekv.errors import OneKVError
-from onekv.memory.blocks import Tensor
+from onekv.memory.pool.blocks import Tensor
 from onekv.tiers.base import Address
 from onekv.tiers.image import DTYPES, Image
 

@@ -132,7 +132,7 @@ class _OneKV:
             kv_memory=max(1, blocks * block_size * token_bytes),
         )
         # Without the prefix cache, so that every round computes its prompts.
-        self.engine = Engine(model, make_plan(model, settings, None), set(), prefix_cache=False)
+        self.engine = Engine(model, make_plan(model, settings, None), set(), settings)
 
     def start(self, prompts: list[list[int]], tokens: int) -> Iterator[None]:
         """Yields each time all sequences have one token more."""

@@ -42,8 +42,7 @@ from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import OneKVError, SettingError
 from ..memory.plan import make_plan
-from ..prefix.cache import PrefixCache
-from ..prefix.cold import Cold
+from ..prefix.offload import Offload
 from ..report import table
 from ..tiers.opening import open_tier
 from ..units import format_size
@@ -188,7 +187,7 @@ def _restart(case: Case, engine: Engine, cold: Engine, tokens: list[int]) -> Res
     for turn in range(case.rounds + 1):
         prompt = tokens + _random(engine, ADDED, seed=turn + 1)
         warm = _generate(engine, prompt, ANSWER)
-        _prefix(engine).forget()
+        engine.prefix.forget()
         if warm.cached_tokens < full:
             raise OneKVError(f"only {warm.cached_tokens} of {full} tokens came from disk")
         computed = _generate(cold, prompt, ANSWER)
@@ -225,18 +224,15 @@ def _reads(case: Case, engine: Engine, tokens: list[int]) -> list[Speed]:
 
 def _promote(engine: Engine, tokens: list[int]) -> tuple[float, ...]:
     """Bring the conversation into the pool and forget it there; bytes per second by the clock and by the tier."""
-    prefix, tier = _prefix(engine), engine.tier
-    assert tier is not None
+    prefix, (tier,) = engine.prefix, engine.prefix.tiers
     before = tier.stats()
     begin = time.perf_counter()
-    sequence = prefix.open(tokens, len(tokens))
-    assert sequence is not None, "another sequence is loading"
-    while prefix.loading(sequence):
-        prefix.load(1)
+    lease = prefix.open(tokens, len(tokens))
+    while lease.loading is not None:
+        prefix.load([lease], 1)
     seconds = time.perf_counter() - begin
     after = tier.stats()
-    prefix.abandon(sequence)
-    engine.memory.close(sequence)
+    lease.release()
     prefix.forget()
     size = after.promoted_bytes - before.promoted_bytes
     if not size or after.corrupt:
@@ -265,14 +261,14 @@ def _writes(case: Case, engine: Engine, tokens: list[int]) -> Speed:
 
 def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
     """Offer all that is in the pool to a new tier; seconds until it is written, and bytes."""
-    prefix = _prefix(engine)
-    tier = open_tier(_settings(engine.plan.budget, folder), engine.plan, engine.model, case.model)
+    prefix = engine.prefix
+    tier = open_tier(_settings(engine.plan.budget, folder), engine.plan, engine.runner.model, case.model)
     assert tier is not None
     try:
-        cold = Cold(tier, engine.memory, prefix.index, prefix.snapshots)
+        offload = Offload([tier], engine.memory, prefix.index, prefix.snapshots)
         begin = time.perf_counter()
         for node in prefix.index.nodes.values():
-            cold.store_node(node, wait=True)
+            offload.node(node, wait=True)
         tier.flush()
         return time.perf_counter() - begin, tier.stats().written_bytes
     finally:
@@ -338,12 +334,7 @@ def _engine(case: Case, model: Module, folder: Path | None) -> Engine:
     settings = _settings((case.tokens + SPARE) * token_bytes + 32 * layout.sequence_bytes, folder)
     plan = make_plan(model, settings, None)
     tier = open_tier(settings, plan, model, case.model)
-    return Engine(model, plan, set(), settings.prefix_cache, tier=tier)
-
-
-def _prefix(engine: Engine) -> PrefixCache:
-    assert engine.prefix is not None
-    return engine.prefix
+    return Engine(model, plan, set(), settings, [tier] if tier is not None else [])
 
 
 def _random(engine: Engine, count: int, seed: int) -> list[int]:

@@ -23,14 +23,14 @@ from mlx.nn.layers.base import Module
 
 from ..config import Settings
 from ..engine import Engine
-from ..memory.formats import NAMES
+from ..memory.formats import names
 from ..memory.plan import make_plan
 from ..report import table
 from ..units import format_size
 from .decode import about, bench_model
 from .quality import asked
 
-FORMATS = (*NAMES, "k8v4")
+FORMATS = (*names(), "k8v4")
 # Tokens that the model reads, and how many it reads at a time.
 PROMPT, CHUNK = 1024, 256
 
@@ -92,7 +92,7 @@ class _Side:
         settings = Settings(kv_memory=length * self.token_bytes + probe.state_bytes, **common)
         # Any tokens: the time does not depend on what is found.
         plan = make_plan(model, settings, None, range(1, 65))
-        self._memory = Engine(model, plan, set(), prefix_cache=False).memory
+        self._memory = Engine(model, plan, set(), settings).memory
         self._sequence = self._memory.open(context + tokens)
         self.seconds: list[float] = []
         print(f"storing {context} tokens in {name} ...", file=sys.stderr, flush=True)

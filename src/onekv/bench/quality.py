@@ -27,8 +27,8 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
-from ..memory.calibration import calibration_tokens
-from ..memory.formats import NAMES, parse
+from ..memory.formats import names, parse
+from ..memory.layout.calibration import calibration_tokens
 from ..memory.plan import make_plan
 from ..models import load_model
 from ..report import table
@@ -36,7 +36,7 @@ from ..units import format_size
 from .decode import about
 
 PLAIN = "auto"
-FORMATS = (*NAMES, "k8v4", "ktq4vtq2")
+FORMATS = (*names(), "k8v4", "ktq4vtq2")
 # Tokens at a time; the logits of all of them are kept.
 CHUNK = 256
 PLACES = ("Paris", "London", "Madrid", "Berlin", "Vienna", "Lisbon", "Moscow", "Dublin")
@@ -156,7 +156,7 @@ def _losses(engine: Engine, tokens: list[int]) -> list[float]:
         while sequence.length < len(tokens):
             start, end = sequence.length, min(sequence.length + CHUNK, len(tokens))
             with memory.step([sequence], end - start) as caches:
-                logits = engine.model(mx.array(tokens[start:end])[None], cache=caches)[0].astype(mx.float32)
+                logits = engine.runner.model(mx.array(tokens[start:end])[None], cache=caches)[0].astype(mx.float32)
             following = mx.array(tokens[start + 1 : end + 1])
             known = logits[: following.size]
             chunk = mx.logsumexp(known, axis=-1) - mx.take_along_axis(known, following[:, None], axis=-1)[:, 0]
@@ -204,18 +204,16 @@ def haystack(tokenizer: Any, tokens: list[int], context: int) -> list[int]:
 
 def _answer(engine: Engine, question: list[int], answer: list[int]) -> float:
     """The log probability of `answer`."""
-    assert engine.prefix is not None
     tokens = question + answer[:-1]
-    sequence = engine.prefix.open(tokens[: len(question)], len(tokens))
-    assert sequence is not None
-    start = sequence.length
+    lease = engine.prefix.open(tokens[: len(question)], len(tokens))
+    sequence, start = lease.sequence, lease.sequence.length
+    lease.grow(len(tokens) - start)
     with engine.memory.step([sequence], len(tokens) - start) as caches:
-        logits = engine.model(mx.array(tokens[start:])[None], cache=caches)[0, -len(answer) :].astype(mx.float32)
+        logits = engine.runner.model(mx.array(tokens[start:])[None], cache=caches)[0, -len(answer) :].astype(mx.float32)
     logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     total = mx.take_along_axis(logs, mx.array(answer)[:, None], axis=-1).sum()
     mx.eval(total, engine.memory.arrays())
-    engine.prefix.abandon(sequence)
-    engine.memory.close(sequence)
+    lease.release()
     return float(total.item())  # type: ignore[arg-type]
 
 

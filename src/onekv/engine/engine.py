@@ -6,8 +6,9 @@ tokens. Requests are admitted first come, first served, when their worst case (p
 cached) fits; none overtakes another. All tokens of a prompt but the last are prefilled; the last one is the first input
 of decoding, so logits are only ever computed for tokens that are sampled from.
 
-    waiting -> loading (if the colder tier has some of its prompt) -> prefilling -> running -> finished
-       ^_________/ what it waited for could not be read
+    Scheduler (scheduler.py)    whose turn it is: requests and their states
+    PrefixCache (../prefix)     what a request can start from; the lease that holds its memory
+    Runner (runner.py)          steps on the device
 
 While one request is loading the next are admitted and computed, and the system reads ahead; blocks are read into the
 pool between steps, for about `LOAD_SECONDS` at a time.
@@ -15,50 +16,49 @@ pool between steps, for about `LOAD_SECONDS` at a time.
 Whatever a step does, it does on behalf of some requests (`_on_behalf_of`). If that raises, those requests end with an
 error, what they computed is forgotten, and the step goes on with the others. `step` itself raises only if that is not
 possible: then the engine must not be used any more.
-
-Decoding runs one step ahead: the graph of step t + 1 is built from the tokens of step t while the device still works on
-step t, and is started as soon as that has ended; only then are the tokens of step t read. It is not started earlier:
-MLX would find the pool still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every
-step). The step in the air (`_flight`) is read before anything else touches the pool. Where the memory is `eager`, step
-t + 1 is computed as its graph is built, so step t must have ended before.
 """
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from ..config import Settings
 from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedError, TooLongError
 from ..memory.kv import KVMemory
-from ..memory.plan import Plan, chunk_tokens
+from ..memory.plan import Plan
+from ..memory.plan.workspace import chunk_tokens
 from ..memory.pool import OutOfBlocks
-from ..memory.sequence import Sequence
-from ..memory.table import blocks_needed
+from ..memory.pool.table import blocks_needed
 from ..prefix.cache import PrefixCache
+from ..prefix.find import NotKnownYet
+from ..prefix.lease import BeingRead, Lease
 from ..tiers.base import Tier
 from ..units import format_size
-from .request import FinishReason, Request, State
-from .sampling import Drawn, sample
-from .selftest import set_direct, why_one_by_one
+from .request import FinishReason, Request
+from .runner import Row, Runner
+from .scheduler import Scheduler
 
 log = logging.getLogger("onekv.engine")
 
-# How long a step reads blocks from the colder tier into the pool: some at least.
+# How long a step reads blocks from colder tiers into the pool: some at least.
 LOAD_SECONDS = 0.1
+# How long a step waits for a tier to say what it has, where there is nothing else to do.
+LOOK_SECONDS = 0.02
 
 
-@dataclass
-class Flight:
-    """A decode step that was started: a token for each request, not read yet."""
+@dataclass(frozen=True)
+class Progress:
+    """What a step did: who got tokens or ended, each once, in that order; and who of them ended with an error."""
 
-    requests: list[Request]
-    drawn: Drawn
+    changed: list[Request]
+
+    @property
+    def failed(self) -> list[Request]:
+        return [request for request in self.changed if request.finish_reason == "error"]
 
 
 class Engine:
@@ -67,51 +67,42 @@ class Engine:
         model: Module,
         plan: Plan,
         stop_tokens: set[int],
-        prefix_cache: bool = True,
-        decode_steps: int = 1,
-        tier: Tier | None = None,
-        write_through: bool = False,
+        settings: Settings | None = None,
+        tiers: Sequence[Tier] = (),
         report: Callable[[int, int], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
+        make_runner: Callable[[Module, KVMemory, int], Runner] = Runner,
     ) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`.
 
-        The engine closes `tier`; `report` then hears of bytes stored and in all. `now` tells the time in seconds.
+        The engine closes `tiers`; `report` then hears of bytes stored and in all. `now` tells the time in seconds.
         """
-        self.model, self.plan, self.stop_tokens = model, plan, stop_tokens
+        settings = settings or Settings()
+        self.plan, self.stop_tokens, self.now = plan, stop_tokens, now
         self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
-        self.prefix: PrefixCache | None = None
-        if prefix_cache:
-            name = fingerprint(model, plan)
-            self.prefix = PrefixCache(self.memory, name, plan.snapshot_bytes, tier, write_through, now)
-        self.tier, self._report, self.now = tier, report, now
-        self.waiting: deque[Request] = deque()
-        self.loading: list[Request] = []
-        # The oldest first; it gets the next chunk.
-        self.prefilling: list[Request] = []
-        self.running: list[Request] = []
-        self.decode_steps = decode_steps
-        # Tokens decoded since the last chunk of a prompt.
-        self._since_chunk = 0
-        # Counts what may make room; and who found none, with the count then: it is not tried in every step.
-        self._changes = 0
-        self._refused: tuple[Request, int] | None = None
+        self.prefix = PrefixCache(
+            self.memory,
+            fingerprint(model, plan),
+            plan.snapshot_bytes,
+            tiers,
+            settings.disk_policy == "write_through",
+            now,
+            settings.prefix_cache,
+        )
+        self.scheduler = Scheduler(plan.max_batch, settings.decode_steps)
+        self.runner = make_runner(model, self.memory, plan.max_batch)
+        self._report = report
         # Who got a token or ended in this step, in that order.
         self._changed: dict[Request, None] = {}
-        self._flight: Flight | None = None
-        set_direct(model, self.memory)
-        # Why rows are decoded one by one, if they are.
-        self.one_by_one = why_one_by_one(model, self.memory) if plan.max_batch > 1 else None
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.loading or self.prefilling or self.running)
+        return self.scheduler.idle
 
     def submit(self, request: Request) -> None:
         """Queue a request; raises if it can never be served."""
         self.validate(request)
-        request.state = "waiting"
-        self.waiting.append(request)
+        self.scheduler.add(request)
 
     def validate(self, request: Request) -> None:
         if not request.prompt:
@@ -131,28 +122,31 @@ class Engine:
                     f"prompt, lower max_tokens, or raise --kv-memory (now {format_size(self.plan.budget)})"
                 )
 
-    def step(self) -> list[Request]:
-        """Do a bounded piece of work; returns the requests that got a token or ended in it, each once."""
+    def step(self) -> Progress:
+        """Do a bounded piece of work."""
         self._changed = {}
-        if self._may_admit():
-            with self._on_behalf_of([self.waiting[0]]):
-                self._admit(self.waiting[0])
-        if self.loading:
+        scheduler = self.scheduler
+        if (oldest := scheduler.to_admit()) is not None:
+            with self._on_behalf_of([oldest]):
+                self._admit(oldest)
+        if scheduler.loading:
             self._land()
-            with self._on_behalf_of(self.loading):
+            with self._on_behalf_of(scheduler.loading):
                 self._load()
-        if self.prefilling and (not self.running or self._since_chunk >= self.decode_steps):
+        if scheduler.to_prefill() is not None:
             self._land()
-            with self._on_behalf_of(self.prefilling[:1]):
-                self._prefill(self.prefilling[0])
-            self._since_chunk = 0
-        if self.running:
+            # Another one may be the oldest now, or none.
+            if (request := scheduler.to_prefill()) is not None:
+                with self._on_behalf_of([request]):
+                    self._prefill(request)
+                scheduler.chunk_stored()
+        if scheduler.running:
             self._decode()
-            self._since_chunk += 1
-        return list(self._changed)
+            scheduler.tokens_decoded()
+        return Progress(list(self._changed))
 
     @contextmanager
-    def _on_behalf_of(self, requests: Several[Request]) -> Iterator[None]:
+    def _on_behalf_of(self, requests: Sequence[Request]) -> Iterator[None]:
         """If what is done inside raises, `requests` end with an error, and nobody else does."""
         try:
             yield
@@ -162,206 +156,141 @@ class Engine:
                 if not request.finished:
                     request.error = RequestFailedError.internal(error)
                     self._finish(request, "error")
-            self._settle()
+            self.runner.settle()
 
     def end(self, request: Request, reason: FinishReason, error: OneKVError | None = None) -> None:
         """End one request now, for `reason`; all it holds is released."""
         if not request.finished:
             request.error = error
             self._finish(request, reason)
-            self._settle()
+            self.runner.settle()
 
-    def cancel(self, requests: list[Request]) -> None:
+    def cancel(self, requests: Sequence[Request]) -> None:
         """End those of `requests` that have not ended, and release all they hold."""
         for request in requests:
             if not request.finished:
                 self._finish(request, "cancelled")
-        self._settle()
-
-    def _settle(self) -> None:
-        """After requests were ended from outside."""
-        if self._flight is not None and not any(request in self.running for request in self._flight.requests):
-            self._flight = None
-        # What was built and not computed would keep its inputs alive.
-        mx.eval(self.memory.arrays())
+        self.runner.settle()
 
     def close(self) -> None:
-        """End all requests; what is cached goes to the colder tier, if there is one, and is forgotten here."""
-        self.cancel([*self.waiting, *self.loading, *self.prefilling, *self.running])
+        """End all requests; what is cached goes to the colder tiers, if there are any, and is forgotten here."""
+        self.cancel(list(self.scheduler))
         try:
-            for done, total in self.prefix.store_all() if self.prefix is not None else ():
+            for done, total in self.prefix.store_all():
                 if self._report is not None:
                     self._report(done, total)
         finally:
-            if self.prefix is not None:
-                self.prefix.forget()
-            if self.tier is not None:
-                self.tier.close()
+            self.prefix.forget()
+            for tier in self.prefix.tiers:
+                tier.close()
 
-    # Prefill
-
-    def _may_admit(self) -> bool:
-        """Whether it is worth trying to start with the oldest waiting request."""
-        if self.prefilling or not self.waiting or len(self.loading) + len(self.running) >= self.plan.max_batch:
-            return False
-        return self._refused != (self.waiting[0], self._changes)
+    # Until it runs
 
     def _admit(self, request: Request) -> None:
         """Start with a request, if its worst case fits now."""
-        self._refused = (request, self._changes)
+        scheduler = self.scheduler
+        wait = 0.0 if scheduler.in_work else LOOK_SECONDS
         try:
-            if self.prefix is not None:
-                request.sequence = self.prefix.open(request.prompt, request.max_length, request.salt)
-            else:
-                request.sequence = self.memory.open(request.max_length)
+            lease = self.prefix.open(request.prompt, request.max_length, request.salt, wait)
+        except NotKnownYet:
+            if request.state != "looking":
+                scheduler.move(request, "looking")
+            return
+        except BeingRead:
+            scheduler.refused(request)
+            return
         except OutOfBlocks:
+            scheduler.refused(request)
             # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
-            if self.prefix is not None and not (self.loading or self.running):
+            if self.prefix.enabled and not (scheduler.loading or scheduler.running):
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
             return
-        if request.sequence is None:
-            return
-        request.started = self.now()
-        if self.prefix is not None and self.prefix.loading(request.sequence):
-            self._move(request, "loading")
+        request.lease, request.started = lease, self.now()
+        if lease.loading is not None:
+            scheduler.move(request, "loading")
         else:
-            self._begin(request, request.sequence)
+            self._begin(request, lease)
 
-    def _begin(self, request: Request, sequence: Sequence) -> None:
+    def _begin(self, request: Request, lease: Lease) -> None:
         """All that is cached of its prompt is in the pool: the rest can be computed."""
-        request.cached_tokens = sequence.length
-        self._move(request, "prefilling")
-
-    def _move(self, request: Request, state: State) -> None:
-        """The one place where a request changes its state."""
-        places = {"loading": self.loading, "prefilling": self.prefilling, "running": self.running}
-        if request.state == "waiting":
-            self.waiting.remove(request)
-        elif request.state in places:
-            places[request.state].remove(request)
-        request.state = state
-        if state == "waiting":
-            # It was admitted before, so it is the oldest.
-            self.waiting.appendleft(request)
-        elif state in places:
-            places[state].append(request)
-            self.prefilling.sort(key=lambda request: request.created)
-        # Loading, prefilling and ending may all make room.
-        self._changes += 1
+        request.cached_tokens = lease.sequence.length
+        self.scheduler.move(request, "prefilling")
 
     def _load(self) -> None:
-        """Read blocks from the colder tier into the pool."""
-        assert self.prefix is not None
-        by_sequence = {request.sequence: request for request in self.loading}
-        for sequence, loaded in self.prefix.load(LOAD_SECONDS):
-            request = by_sequence[sequence]
+        """Read blocks from colder tiers into the pool."""
+        leases = {request.lease: request for request in self.scheduler.loading if request.lease is not None}
+        for lease, loaded in self.prefix.load(list(leases), LOAD_SECONDS):
+            request = leases[lease]
             if loaded:
-                self._begin(request, sequence)
+                self._begin(request, lease)
             else:
                 # Again, without what could not be read.
-                request.sequence = None
-                self.memory.close(sequence)
-                self._move(request, "waiting")
+                request.lease = None
+                self.scheduler.move(request, "waiting")
 
     def _prefill(self, request: Request) -> None:
-        sequence = request.sequence
-        assert sequence is not None
-        start, last = sequence.length, len(request.prompt) - 1
+        lease = request.lease
+        assert lease is not None
+        sequence, last = lease.sequence, len(request.prompt) - 1
+        start = sequence.length
         if start < last:
-            stops = self.prefix.stops(sequence, request.prompt, self.stop_tokens) if self.prefix is not None else []
+            stops = lease.stops(request.prompt, self.stop_tokens)
             count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
-            self._store(sequence, request.prompt[start : start + count])
-            if self.prefix is not None:
-                self.prefix.publish(sequence, request.prompt)
-                if sequence.length in stops:
-                    self.prefix.snapshot(sequence)
+            lease.grow(count)
+            self.runner.store(sequence, request.prompt[start : start + count])
+            lease.publish(request.prompt)
+            if sequence.length in stops:
+                lease.snapshot()
         if sequence.length == last:
             sequence.prefilled()
-            self._move(request, "running")
-
-    def _store(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Compute and store what `tokens` are after those of `sequence`."""
-        with self.memory.step([sequence], len(tokens)) as caches:
-            self.model(mx.array(tokens)[None], cache=caches)
-        mx.eval(self.memory.arrays())
+            self.scheduler.move(request, "running")
 
     # Decode
 
     def _decode(self) -> None:
-        flight = self._flight
-        if flight is not None and not self._continues(flight):
+        running = self.scheduler.running
+        if self.runner.flight is not None and not self._continues(self.runner.flight.requests):
             self._land()
-            flight = None
-        if not self.running:
+        if not running:
             return
-        with self._on_behalf_of(self.running):
-            self._flight = self._start(flight)
-            if flight is not None:
-                self._read(flight)
+        with self._on_behalf_of(running):
+            for request in running:
+                assert request.lease is not None
+                request.lease.grow(1)
+            self._read(self.runner.decode(list(running)))
 
-    def _continues(self, flight: Flight) -> bool:
+    def _continues(self, requests: list[Request]) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
-        full = any(len(request.tokens) + 1 >= request.max_tokens for request in flight.requests)
-        return flight.requests == self.running and not full and not any(r.looks_back for r in self.running)
-
-    def _start(self, flight: Flight | None) -> Flight:
-        requests = list(self.running)
-        ahead = 0 if flight is None else 1
-        inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.drawn.tokens
-        if flight is not None and self.memory.eager:
-            mx.eval(flight.drawn.arrays())
-        drawn = self._draw(requests, inputs, [len(r.tokens) + ahead for r in requests])
-        if flight is not None:
-            mx.eval(flight.drawn.arrays())
-        mx.async_eval(drawn.arrays(), self.memory.arrays())
-        return Flight(requests, drawn)
-
-    def _draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
-        """The next token of each request after `inputs`; so many were chosen before."""
-        return sample(self._forward(requests, inputs), requests, chosen)
-
-    def _forward(self, requests: list[Request], inputs: mx.array) -> mx.array:
-        """Logits [rows, vocabulary] after one more token of each request."""
-        if len(requests) > 1 and self.one_by_one is not None:
-            rows = []
-            for index, request in enumerate(requests):
-                rows.append(self._forward([request], inputs[index : index + 1]))
-                # The next row writes the pool: nothing may still be about to read it.
-                mx.eval(rows[-1], self.memory.arrays())
-            return mx.concatenate(rows)
-        sequences = [request.sequence for request in requests if request.sequence is not None]
-        with self.memory.step(sequences, 1) as caches:
-            logits: mx.array = self.model(inputs[:, None], cache=caches)
-        return logits[:, -1]
+        full = any(len(request.tokens) + 1 >= request.max_tokens for request in requests)
+        return requests == self.scheduler.running and not full and not any(r.looks_back for r in requests)
 
     def _land(self) -> None:
         """Read the step in the air, if there is one."""
-        flight, self._flight = self._flight, None
+        flight = self.runner.flight
         if flight is not None:
             with self._on_behalf_of(flight.requests):
-                self._read(flight)
+                self._read(self.runner.land())
 
-    def _read(self, flight: Flight) -> None:
-        tokens: list[int] = flight.drawn.tokens.tolist()  # type: ignore[assignment]
-        sound: list[bool] = flight.drawn.sound.tolist()  # type: ignore[assignment]
+    def _read(self, rows: list[Row]) -> None:
         now = self.now()
-        for row, (request, token) in enumerate(zip(flight.requests, tokens, strict=True)):
+        for row in rows:
+            request = row.request
             # A request that ended while this step was in the air has one token too many.
             if request.finished:
                 continue
             self._changed[request] = None
             with self._on_behalf_of([request]):
-                if not sound[row]:
+                if not row.sound:
                     request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
                     self._finish(request, "error")
                     continue
                 if not request.tokens:
                     request.first = now
-                request.tokens.append(token)
-                if request.top_logprobs is not None:
-                    request.logprobs.append(flight.drawn.logprobs(row, request.top_logprobs))
-                self._follow(request, token)
+                request.logprobs += row.logprobs
+                for token in row.tokens:
+                    request.tokens.append(token)
+                    self._follow(request, token)
 
     def _follow(self, request: Request, token: int) -> None:
         """A request has one more token: tell its constraint, publish what it filled, end it if that was the last."""
@@ -372,57 +301,41 @@ class Engine:
                 request.error = error
                 self._finish(request, "error")
                 return
-        if self.prefix is not None and request.sequence is not None and self.prefix.due(request.sequence):
-            self.prefix.publish(request.sequence, request.all_tokens)
+        if request.lease is not None and request.lease.due:
+            request.lease.publish(request.all_tokens)
         if token in self.stop_tokens:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.max_tokens:
             self._finish(request, "length")
 
+    # Ending
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         request.ended = self.now()
         self._changed[request] = None
-        self._move(request, "finished")
-        sequence, request.sequence = request.sequence, None
-        if sequence is None:
+        self.scheduler.move(request, "finished")
+        lease, request.lease = request.lease, None
+        if lease is None:
+            return
+        if reason == "error":
+            self._discard(lease)
             return
         try:
-            self._release(request, sequence)
+            lease.finish(request.all_tokens)
+            if request.pin and reason != "cancelled":
+                self._pin(request)
         except Exception as error:
             log.exception("what a request computed could not be kept; it ends with an error")
             request.finish_reason, request.error = "error", RequestFailedError.internal(error)
-            self._discard(sequence)
+            self._discard(lease)
 
-    def _release(self, request: Request, sequence: Sequence) -> None:
-        """Give back what a request that ended held; what it computed stays cached, unless it failed."""
-        if request.finish_reason == "error":
-            self._discard(sequence)
-            return
-        if self.prefix is not None and self.prefix.loading(sequence):
-            self.prefix.abandon(sequence)
-        elif self.prefix is not None:
-            self.prefix.finish(sequence, request.all_tokens)
-            if request.pin and request.finish_reason != "cancelled":
-                self._pin(request)
-        self.memory.close(sequence)
-
-    def _discard(self, sequence: Sequence) -> None:
-        """Close a sequence that failed and forget all it computed: that may be what is wrong."""
-        if self._flight is not None:
-            mx.eval(self._flight.drawn.arrays())
-        blocks = [table.held for table in sequence.tables]
-        node = self.prefix.abandon(sequence) if self.prefix is not None else None
-        self.memory.close(sequence)
-        if self.prefix is not None and node is not None:
-            self.prefix.discard(node)
-        # Slots that are not read count with weight 0, and 0 times NaN is NaN: the next holder must not find any.
-        for pool, held in zip(self.memory.pools, blocks, strict=True):
-            pool.erase(held)
-        mx.eval(self.memory.arrays())
+    def _discard(self, lease: Lease) -> None:
+        """A request failed: what it computed may be what is wrong."""
+        self.runner.wait()
+        lease.discard()
 
     def _pin(self, request: Request) -> None:
-        assert self.prefix is not None
         try:
             self.prefix.pin(request.prompt, request.salt)
         except MemoryBudgetError as error:
@@ -430,11 +343,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
-        if self.prefix is not None:
-            self.prefix.check_integrity()
-            self.memory.check_integrity([self.prefix.cached_blocks(g) for g in range(len(self.memory.pools))])
-        else:
-            self.memory.check_integrity()
+        self.prefix.check_integrity()
 
 
 def fingerprint(model: Module, plan: Plan) -> str:

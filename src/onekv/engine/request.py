@@ -3,8 +3,8 @@
     waiting -> loading -> prefilling -> running -> finished
        \\_________\\___________\\___________\\____-> finished ("cancelled", or "error" with `error` set)
 
-`state` says where it is; the engine alone changes it. While it loads, prefills or runs it owns an open `Sequence`,
-which the engine closes when the request finishes.
+`state` says where it is; the scheduler alone changes it (scheduler.py). While it loads, prefills or runs it has a
+`Lease` on memory, which the engine ends when the request finishes.
 """
 
 import math
@@ -16,10 +16,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..errors import OneKVError, SettingError
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
+from ..prefix.lease import Lease
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-State = Literal["new", "waiting", "loading", "prefilling", "running", "finished"]
+RequestState = Literal["new", "waiting", "looking", "loading", "prefilling", "running", "finished"]
 
 
 # A temperature below this would divide logits to infinity: it is as good as 0.
@@ -114,8 +115,8 @@ class Request:
     error: OneKVError | None = None
 
     def __post_init__(self) -> None:
-        self.state: State = "new"
-        self.sequence: Sequence | None = None
+        self.state: RequestState = "new"
+        self.lease: Lease | None = None
         # One for each of `tokens`, if they were asked for.
         self.logprobs: list[Logprob] = []
         self.cached_tokens = 0
@@ -126,6 +127,11 @@ class Request:
     def arrived(self, now: float) -> None:
         """Its time starts now."""
         self.created = self.started = self.first = self.ended = now
+
+    @property
+    def sequence(self) -> Sequence:
+        assert self.lease is not None, f"a request that is {self.state} has no sequence"
+        return self.lease.sequence
 
     @property
     def max_length(self) -> int:

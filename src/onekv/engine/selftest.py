@@ -14,7 +14,7 @@ from mlx.nn.layers.base import Module
 
 from ..memory.kv import KVMemory
 from ..memory.pool import OutOfBlocks
-from ..memory.sequence import Sequence
+from ..memory.pool.sequence import Sequence
 
 # Tokens stored before the step that is compared.
 LENGTHS = (3, 21)

@@ -203,7 +203,7 @@ class EngineThread:
             return False
         self._expire(engine)
         was_idle = engine.idle
-        for request in engine.step():
+        for request in engine.step().changed:
             self._pump(engine, request)
         if self.check_integrity and engine.idle and not was_idle:
             engine.check_integrity()
@@ -260,7 +260,7 @@ class EngineThread:
 
     def _expire(self, engine: Engine) -> None:
         now = self._now()
-        old = [request for request in engine.waiting if now - request.created > self._max_wait]
+        old = [request for request in engine.scheduler.waiting if now - request.created > self._max_wait]
         for request in old:
             waited = f"the request waited {self._max_wait:.0f} s for its turn (--max-wait)"
             engine.end(request, "error", OverloadedError(waited, retry_after=10))

@@ -2,11 +2,11 @@
 
 Who owns what:
 
-- `Layout` (layout.py) says what a model keeps per token: read from the model, immutable.
-- `Plan` (plan.py) says how many blocks the budget buys and whether all of it fits the device: immutable.
-- `Pool` (pool.py), one per group, owns the arrays and knows who holds each block.
-- `Table` (table.py) owns references to blocks of one pool for one sequence.
-- `Sequence` (sequence.py) owns one table per group and its recurrent states.
+- `Layout` (layout/) says what a model keeps per token: read from the model, immutable.
+- `Plan` (plan/) says how many blocks the budget buys and whether all of it fits the device: immutable.
+- `Pool` (pool/pool.py), one per group, owns the arrays and knows who holds each block.
+- `Table` (pool/table.py) owns references to blocks of one pool for one sequence.
+- `Sequence` (pool/sequence.py) owns one table per group and its recurrent states.
 - `Step` (step.py) lives for one forward pass: which sequences, where their new tokens go, what they read.
 - the layers (layers.py) speak mlx-lm's cache protocol; they hold no tokens, only the arrays' single reference.
 - `KVMemory` (kv.py) ties them together for one model.

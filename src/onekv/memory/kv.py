@@ -11,11 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from .encoded import ChunkedEncodedLayer, EncodedLayer
+from . import device
+from .attention import LayerKV, choose
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
 from .layout import Layout, Leaf
 from .pool import IntegrityError, Pool
-from .sequence import Sequence, State
+from .pool.sequence import Sequence, State
 from .step import Step
 
 
@@ -24,7 +25,7 @@ class KVMemory:
         """Allocates pools of `blocks[g]` blocks for group g; prefill steps are of at most `chunk` tokens."""
         self.layout, self.block_size, self.chunk = layout, block_size, chunk
         self.pools = [Pool(group, count, block_size) for group, count in zip(layout.groups, blocks, strict=True)]
-        self._holder = StepHolder()
+        self._holder, self._device = StepHolder(), device.kind()
         self._layers: list[PagedLayer] = []
         self.state_layers: list[StateCache] = []
         # The model's own argument: one cache per layer, in its order.
@@ -40,13 +41,9 @@ class KVMemory:
             self.state_layers.append(state)
             return state
         pool = self.pools[leaf.group]
-        stored = pool.group.layers[leaf.layer]
-        chunked = pool.group.rule.chunk is not None
-        if stored.keys.plain and stored.values.plain:
-            kind = ChunkedLayer if chunked else PagedLayer
-        else:
-            kind = ChunkedEncodedLayer if chunked else EncodedLayer
-        layer = kind(self._holder, leaf.group, pool.layers[leaf.layer], self.block_size, stored)
+        kv = LayerKV(pool.group.layers[leaf.layer], pool.layers[leaf.layer], self._holder.turns, self._device)
+        kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
+        layer = kind(self._holder, leaf.group, kv, choose(kv, self.block_size))
         self._layers.append(layer)
         return layer
 
@@ -66,12 +63,16 @@ class KVMemory:
             self._drop_batch()
 
     @contextmanager
-    def step(self, sequences: list[Sequence], count: int) -> Iterator[list[Any]]:
+    def step(self, sequences: list[Sequence], count: int | list[int]) -> Iterator[list[Any]]:
         """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
 
-        If that is interrupted, the sequences are as they were and the step can be made again.
+        A list of counts is for rows of different lengths; the model is given rows as long as the longest, with any
+        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. If the
+        step is interrupted, the sequences are as they were and it can be made again.
         """
-        step = Step(sequences, count, self._previous)
+        counts = [count] * len(sequences) if isinstance(count, int) else count
+        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
+        step = Step(sequences, counts, self._previous)
         self._load_states(sequences)
         self._holder.step = step
         before = [list(layer.cache) for layer in self.state_layers]
@@ -88,8 +89,16 @@ class KVMemory:
             for layer in self._layers:
                 layer.release()
         self._previous = step
-        for sequence in sequences:
-            sequence.length += count
+        for sequence, added in zip(sequences, counts, strict=True):
+            sequence.length += added
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Take back the last tokens of a sequence: `length` are left, not fewer than before its last step.
+
+        A recurrent state cannot be taken back.
+        """
+        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be taken back"
+        sequence.truncate(length)
 
     @property
     def current(self) -> list[Sequence]:

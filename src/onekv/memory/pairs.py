@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from .formats.centre import Rope
-from .table import Table
+from .pool.table import Table
 
 # A position no query reads: beyond all of them.
 NOWHERE = 2**30

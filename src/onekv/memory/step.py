@@ -1,7 +1,9 @@
 """What one forward pass needs to know, built once and used by every layer.
 
-A step is one sequence with any number of new tokens, or several sequences with one new token each. For one sequence
-`offset` is a plain int (some models need that); for several it is an array with one position per row.
+A step is one or several sequences, each with any number of new tokens of its own. The model gets them as rows of one
+width, `count`, the most of them; what it is given behind a row's own tokens is neither stored nor read by anyone, and
+what it makes of that is for nobody. For one sequence `offset` is a plain int (some models need that); for several it is
+an array with one position per row.
 
 Reading is described by slots, the columns of a pool array. For one sequence they are exactly what the queries of this
 step may read, in order of position, without padding:
@@ -19,8 +21,8 @@ import numpy as np
 
 from .layout import Rule
 from .pairs import NOWHERE, Grid, Pairs, make_grid
-from .sequence import Sequence
-from .table import Table
+from .pool.sequence import Sequence
+from .pool.table import Table
 
 
 def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
@@ -36,8 +38,8 @@ def visible(rule: Rule, window: int | None, query: Any, key: Any) -> Any:
 class GroupStep:
     """One group's part of a step."""
 
-    def __init__(self, tables: list[Table], lengths: list[int], count: int, previous: Grid | None) -> None:
-        self.tables, self.lengths, self.count = tables, lengths, count
+    def __init__(self, tables: list[Table], lengths: list[int], counts: list[int], previous: Grid | None) -> None:
+        self.tables, self.lengths, self.counts, self.count = tables, lengths, counts, max(counts)
         self.rule = tables[0].rule
         self.block_size = tables[0].pool.block_size
         self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
@@ -66,11 +68,24 @@ class GroupStep:
         return spans
 
     @cached_property
-    def rows(self) -> mx.array:
-        """Several sequences: the slot of each row's new token, [1, rows, 1]."""
+    def new_slots(self) -> mx.array:
+        """Several sequences: the slots of all new tokens, row by row, [1, tokens, 1]."""
         size = self.block_size
-        slots = [t.blocks[n // size] * size + n % size for t, n in zip(self.tables, self.lengths, strict=True)]
+        slots = [
+            table.blocks[position // size] * size + position % size
+            for table, length, count in zip(self.tables, self.lengths, self.counts, strict=True)
+            for position in range(length, length + count)
+        ]
         return mx.array(np.array(slots, np.int32)[None, :, None])
+
+    @cached_property
+    def new_tokens(self) -> mx.array | None:
+        """Several sequences: which of the [rows * count] tokens that the model is given are real; None: all are."""
+        if min(self.counts) == self.count:
+            return None
+        starts = np.arange(len(self.counts)) * self.count
+        real = [start + np.arange(count) for start, count in zip(starts, self.counts, strict=True)]
+        return mx.array(np.concatenate(real).astype(np.uint32))
 
     # Reading
 
@@ -142,7 +157,8 @@ class GroupStep:
             return self._own(visible(self.rule, window, queries, keys), window)
         # Lazy: attention over the pool does not need it.
         positions = self.grid.all_positions[:, None, None, :]
-        return self._own(visible(self.rule, window, self.positions[:, None, None, None], positions), window)
+        rows = self.positions[:, None, None, None] + mx.arange(self.count)[:, None]
+        return self._own(visible(self.rule, window, rows, positions), window)
 
     def _own(self, mask: np.ndarray | mx.array, window: int | None) -> mx.array:
         array = mx.array(mask) if isinstance(mask, np.ndarray) else mask
@@ -189,15 +205,15 @@ class GroupStep:
 
 
 class Step:
-    """`sequences` get `count` new tokens each; makes room for them."""
+    """Each of `sequences` gets so many of `counts` new tokens; makes room for them."""
 
-    def __init__(self, sequences: list[Sequence], count: int, previous: "Step | None" = None) -> None:
+    def __init__(self, sequences: list[Sequence], counts: list[int], previous: "Step | None" = None) -> None:
         self.sequences = sequences
         lengths = [sequence.length for sequence in sequences]
-        for sequence in sequences:
+        for sequence, count in zip(sequences, counts, strict=True):
             sequence.advance(count)
         self.groups: list[GroupStep] = []
         for g in range(len(sequences[0].tables)):
             tables = [sequence.tables[g] for sequence in sequences]
             grid = previous.groups[g].used_grid if previous is not None else None
-            self.groups.append(GroupStep(tables, lengths, count, grid))
+            self.groups.append(GroupStep(tables, lengths, counts, grid))

@@ -12,7 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from ..memory.hook import Mask
+from ..memory.attention.hook import Mask
 from .slabs import Views, dense
 
 # Scores of so many bytes at a time.

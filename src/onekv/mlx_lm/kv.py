@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache as StockBatchKVCache
 from mlx_lm.models.cache import KVCache as StockKVCache
 
-from ..memory.hook import Attends, Mask
+from ..memory.attention.hook import Attends, Mask
 from .attention import attend, row_mask
 from .slabs import Sequence, Slab, State, dense
 

@@ -17,7 +17,7 @@ from mlx_lm.models import cache
 
 from mlx_lm import server
 
-from ..memory import hook
+from ..memory.attention import hook
 from .generator import BatchGenerator, generate_step
 from .kv import BatchKVCache, KVCache
 from .prompt_cache import LRUPromptCache

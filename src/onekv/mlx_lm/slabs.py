@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import MemoryBudgetError
-from ..memory.plan import read_device
+from ..memory.plan.device import read_device
 from ..units import format_size, parse_size
 
 STEP = 256

@@ -23,9 +23,9 @@ from mlx_lm.models.cache import KVCache as StockKVCache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..errors import SettingError
+from ..memory.attention.hook import Attends, Mask, stock_attention
+from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
-from ..memory.formats.attention import attend
-from ..memory.hook import Attends, Mask, stock_attention
 
 BITS = (4, 3, 2)
 # Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.

@@ -1,7 +1,11 @@
 """Which tokens are where: finished and running sequences leave their blocks in an index, later ones start from them.
 
-- `Index` (index.py) owns the nodes: one per block of tokens, in a tree, found by chained hash. It knows no arrays.
-- `restore_point` (restore.py) says how much of a match a sequence can continue from: one pure function.
-- `PrefixCache` (cache.py) owns the cache's hold on blocks and the recurrent snapshots; it opens sequences on what is
-  cached, publishes what they compute, and evicts by use.
+find.py        where a prompt can continue: in RAM, and in the colder tiers       Finder -> Found
+lease.py       one sequence's hold on memory, from what it shares to what it leaves behind    Lease
+index.py       the tree of nodes, one per block of tokens, found by chained hash; it knows no arrays    Index
+store.py       the cache's hold on blocks and snapshots, and eviction    Store
+offload.py     what goes to the colder tiers    Offload
+loading.py     what is read from there    Loader
+restore.py     how much of a path a sequence can continue from: one pure function
+cache.py       the door: opens leases; pins, clearing, figures    PrefixCache
 """

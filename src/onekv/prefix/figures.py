@@ -11,6 +11,7 @@ EVICTED = "evicted"
 DAMAGED = "damaged on disk"
 OTHER_SALT = "other salt"
 NEVER_SEEN = "never seen"
+LATE = "a colder tier has not answered yet"
 
 
 @dataclass(frozen=True)

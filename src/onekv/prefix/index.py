@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..memory.table import FORGOTTEN
+from ..memory.pool.table import FORGOTTEN
+from ..tiers.base import Address
 
 TOKEN_BYTES = 4
 
@@ -22,7 +23,7 @@ TOKEN_BYTES = 4
 class Node:
     """One block of tokens, [start, end); `blocks[g]` is where group g keeps it, FORGOTTEN if it does not."""
 
-    __slots__ = ("blocks", "children", "key", "last_used", "ordered", "parent", "pins", "start", "tokens")
+    __slots__ = ("blocks", "children", "key", "last_used", "leases", "ordered", "parent", "pins", "start", "tokens")
 
     def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, blocks: list[int]) -> None:
         self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
@@ -31,6 +32,8 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.ordered: list[bytes] = []
         self.last_used = 0
+        # Running sequences that go on from here.
+        self.leases = 0
         self.pins = 0
 
     @property
@@ -105,6 +108,10 @@ class Index:
         at = bisect_left(parent.ordered, tokens)
         return at < len(parent.ordered) and parent.ordered[at].startswith(tokens)
 
+    def full(self, node: Node) -> bool:
+        """Whether it is a whole block, not an end."""
+        return len(node.tokens) == self._block_bytes
+
     def child_key(self, parent: Node, tokens: bytes) -> bytes:
         return self.key_after(parent.key, tokens)
 
@@ -161,6 +168,12 @@ def _common(a: bytes, b: bytes) -> int:
         return length
     different = np.frombuffer(a, np.int32, length) != np.frombuffer(b, np.int32, length)
     return int(np.argmax(different))
+
+
+def address_of(node: Node) -> Address:
+    """The node as tiers know it."""
+    assert node.parent is not None, "a root has no content"
+    return Address(node.key, node.parent.key, node.start, node.tokens)
 
 
 def held(node: Node, group: int) -> bool:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from ..memory.sequence import State
+from ..memory.pool.sequence import State
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,7 @@ async def probe(request: Request, body: ProbeBody) -> dict[str, Any]:
     tokens = await asyncio.to_thread(_tokens, backend, body)
 
     def look(llm: LLM) -> tuple[int, int, str | None]:
-        prefix = llm.engine.prefix
-        return prefix.probe(tokens, salt) if prefix is not None else (0, 0, "the prefix cache is off")
+        return llm.engine.prefix.probe(tokens, salt)
 
     cached, hot, reason = await backend.call(look)
     if reason == OTHER_SALT:

@@ -7,10 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..config import Settings
 from ..memory.formats import AUTO, parse
 from ..memory.layout import Group, KVLayer, Layout, Leaf, Rule, StateLayer
-from ..memory.plan import Device, Plan
-from ..memory.table import blocks_needed
+from ..memory.plan import Plan
+from ..memory.plan.device import Device
+from ..memory.pool.table import blocks_needed
 from ..tiers.store import LEAST_LIMIT
 from .truth import VOCABULARY
 
@@ -65,6 +67,8 @@ class Config:
     # Whether tokens are chosen by MLX, as in earnest, or on the host.
     device: bool
     model: int = 0
+    # Every n-th turn the tier has no answer yet; 0: it always has one at once.
+    late_answers: int = 0
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> "Config":
@@ -93,6 +97,14 @@ class Config:
             workspace=0,
             snapshot_bytes=self.snapshots * self.layout.sequence_bytes,
             queue=0,
+        )
+
+    @cached_property
+    def settings(self) -> Settings:
+        return Settings(
+            prefix_cache=self.prefix_cache,
+            decode_steps=self.decode_steps,
+            disk_policy="write_through" if self.write_through else None,
         )
 
     def describe(self) -> str:
@@ -131,6 +143,7 @@ def make_config(random: Random) -> Config:
         write_through=random.random() < 0.3,
         write_budget=random.choice((None, None, None, 30_000)),
         device=random.random() < 0.01,
+        late_answers=random.choice((0, 0, 2, 5)),
     )
 
 

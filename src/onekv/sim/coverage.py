@@ -4,10 +4,11 @@ from collections import Counter
 
 from .faults import DISK_SITES, ENGINE_SITES
 
-STATES = ("waiting", "loading", "prefilling", "running")
+STATES = ("waiting", "looking", "loading", "prefilling", "running")
 TRANSITIONS = (
-    *("new -> waiting", "new -> loading", "new -> prefilling", "new -> running"),
-    *("waiting -> loading", "waiting -> prefilling", "waiting -> running"),
+    *("new -> waiting", "new -> looking", "new -> loading", "new -> prefilling", "new -> running"),
+    *("waiting -> looking", "waiting -> loading", "waiting -> prefilling", "waiting -> running"),
+    *("looking -> loading", "looking -> prefilling", "looking -> running"),
     *("loading -> waiting", "loading -> prefilling", "loading -> running", "prefilling -> running"),
     *(f"{state} -> {end}" for state in STATES for end in ("cancelled", "error")),
     *("running -> stop", "running -> length"),
@@ -21,7 +22,7 @@ TOPICS = {
     ),
     "disk": (
         *("disk: writes", "disk: hits", "disk: evicted", "disk: discarded", "disk: corrupt", "disk: set aside"),
-        *("file damaged", "row damaged", "noise in the index"),
+        *("file damaged", "row damaged", "noise in the index", "late answers"),
     ),
     "process": ("start", "restart", "kill", "refused: too many", "call refused"),
     "faults that struck": (*ENGINE_SITES, *DISK_SITES),

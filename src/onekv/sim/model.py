@@ -13,12 +13,13 @@ import numpy as np
 import xxhash
 from mlx.nn.layers.base import Module
 
-from ..engine import Engine, Request
+from ..engine import Request
+from ..engine.runner import Runner
 from ..engine.sampling import Drawn
 from ..memory.kv import KVMemory
 from ..memory.pool import Pool
-from ..memory.sequence import Sequence
-from ..memory.table import Table
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import Table
 from .truth import Hashes, Scores, Truth, as_rows, chain, logits, readable
 
 # The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.
@@ -35,8 +36,8 @@ class HashModel(Module):
     def __init__(self, truth: Truth) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.truth = truth
-        # Where it finds the current step: the memory of the engine that it runs in.
-        self.memory: Callable[[], KVMemory]
+        # Where it finds the current step: the memory of the runner that runs it.
+        self.memory: KVMemory
         self.expected: Expected = lambda sequence: None
         self._compared: WeakSet[Sequence] = WeakSet()
         # Called before each forward with the sequences it is for; may raise, or return rows that become NaN.
@@ -48,7 +49,7 @@ class HashModel(Module):
 
     def forward(self, tokens: list[list[int]]) -> Scores:
         """Logits [rows, vocabulary] after the new tokens of the current step."""
-        memory = self.memory()
+        memory = self.memory
         sequences = memory.current
         spoilt = self.before(sequences)
         views = [pool_views(pool) for pool in memory.pools]
@@ -130,17 +131,17 @@ class HashModel(Module):
                 number += 1
 
 
-class HostEngine(Engine):
-    """The engine without a device: tokens are chosen where the model computes, which is faster for one so small."""
+class HostRunner(Runner):
+    """Steps without a device: tokens are chosen where the model computes, which is faster for one so small."""
 
     model: HashModel
 
-    def _store(self, sequence: Sequence, tokens: list[int]) -> None:
+    def store(self, sequence: Sequence, tokens: list[int]) -> None:
         with self.memory.step([sequence], len(tokens)):
             self.model.forward([tokens])
 
-    def _draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
-        sequences = [request.sequence for request in requests if request.sequence is not None]
+    def draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
+        sequences = [request.sequence for request in requests]
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         with self.memory.step(sequences, 1):
             scores = self.model.forward([[token] for token in tokens])

@@ -226,20 +226,20 @@ def _wait(world: World, a: int, b: int) -> None:
 def _unpin(world: World, a: int, b: int) -> None:
     if world.pins:
         tokens, salt = world.pins[a % len(world.pins)]
-        world.call(lambda engine: engine.prefix.unpin(tokens, salt) if engine.prefix is not None else None)
+        world.call(lambda engine: engine.prefix.unpin(tokens, salt))
 
 
 def _clear(world: World, a: int, b: int) -> None:
-    world.call(lambda engine: engine.prefix.clear() if engine.prefix is not None else None)
+    world.call(lambda engine: engine.prefix.clear())
 
 
 def _probe(world: World, a: int, b: int) -> None:
     salt, tokens = _talk(world, b)
-    world.call(lambda engine: engine.prefix.probe(tokens, salt) if engine.prefix is not None else None)
+    world.call(lambda engine: engine.prefix.probe(tokens, salt))
 
 
 def _stats(world: World, a: int, b: int) -> None:
-    world.call(lambda engine: engine.tier.stats() if engine.tier is not None else None)
+    world.call(lambda engine: [tier.stats() for tier in engine.prefix.tiers])
 
 
 def _break_engine(world: World, a: int, b: int) -> None:

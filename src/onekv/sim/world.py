@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from mlx.nn.layers.base import Module
 
 from ..engine import Engine, EngineThread, Request
+from ..engine.runner import Runner
 from ..errors import OneKVError, OverloadedError, SettingError
-from ..memory.blocks import block_tensors, state_tensors
-from ..memory.sequence import Sequence
-from ..memory.table import FORGOTTEN
+from ..memory.kv import KVMemory
+from ..memory.pool.blocks import block_tensors, state_tensors
+from ..memory.pool.sequence import Sequence
+from ..memory.pool.table import FORGOTTEN
 from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
 from ..tiers.image import Image
@@ -37,7 +40,7 @@ from ..tiers.store import LOG, SMALL
 from .client import Client
 from .config import Config
 from .faults import Faults, Injected, Kill, SimClock, SimFiles
-from .model import HashModel, HostEngine, Violation, pool_views
+from .model import HashModel, HostRunner, Violation, pool_views
 from .truth import STOP, Hashes, Truth, as_rows, chain
 
 Result = TypeVar("Result")
@@ -82,23 +85,24 @@ class World:
 
     def _build(self) -> Engine:
         config = self.config
-        kind = Engine if config.device else HostEngine
-        engine = kind.__new__(kind)
-        # The engine tries the model before it has all its parts.
-        self.model.memory = lambda: engine.memory
-        engine.__init__(  # type: ignore[misc]
+        engine = Engine(
             self.model,
             config.plan,
             {STOP},
-            config.prefix_cache,
-            config.decode_steps,
-            self.tier,
-            config.write_through,
+            config.settings,
+            [self.tier] if self.tier is not None else [],
             now=self.clock.monotonic,
+            make_runner=self._make_runner,
         )
         self.model.expected, self.model.before = self._expected, self._before
         self._set_traps(engine)
         return engine
+
+    def _make_runner(self, model: Module, memory: KVMemory, max_batch: int) -> Runner:
+        # The model is tried before the engine has all its parts.
+        self.model.memory = memory
+        kind = Runner if self.config.device else HostRunner
+        return kind(model, memory, max_batch)
 
     def _set_traps(self, engine: Engine) -> None:
         """Let faults strike where the engine calls what may raise, and see whom it works for then."""
@@ -117,11 +121,13 @@ class World:
         engine._on_behalf_of = seen  # type: ignore[method-assign]
         for pool in engine.memory.pools:
             pool.copy = self._trap("copy", pool.copy)  # type: ignore[method-assign]
-        memory, tier = engine.memory, engine.tier
+        memory = engine.memory
         memory.states_of = self._trap("states", memory.states_of)  # type: ignore[method-assign]
-        if tier is not None:
+        for tier in engine.prefix.tiers:
             for name in ("find", "tails", "offer", "expect", "read"):
                 setattr(tier, name, self._trap("tier", getattr(tier, name)))
+            for name in ("find", "tails"):
+                setattr(tier, name, self._late(getattr(tier, name)))
 
     def _trap(self, site: str, function: Callable[..., Result]) -> Callable[..., Result]:
         def trapped(*arguments: Any, **options: Any) -> Result:
@@ -132,6 +138,17 @@ class World:
             return function(*arguments, **options)
 
         return trapped
+
+    def _late(self, function: Callable[..., Result]) -> Callable[..., Result | None]:
+        """A tier that has to ask elsewhere does not always know at once."""
+
+        def answered(*arguments: Any, **options: Any) -> Result | None:
+            if self.config.late_answers and self.turns % self.config.late_answers == 0:
+                self.counts["late answers"] += 1
+                return None
+            return function(*arguments, **options)
+
+        return answered
 
     def _blame_current(self) -> None:
         """Whom the engine works for, and who is ending just now."""
@@ -238,13 +255,13 @@ class World:
     def _follow_requests(self) -> None:
         """Note what became of each request, and how much it reuses; a token at least must be left to compute."""
         engine = self.engine
-        for request in (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running):
+        for request in engine.scheduler:
             before = self._states.get(request, "new")
             if before == request.state:
                 continue
             self.counts[f"{before} -> {request.state}"] += 1
             self._states[request] = request.state
-            if request.state in ("prefilling", "running") and before in ("new", "waiting", "loading"):
+            if request.state in ("prefilling", "running") and before in ("new", "waiting", "looking", "loading"):
                 self._check_reuse(request)
 
     def _check_reuse(self, request: Request) -> None:
@@ -279,8 +296,6 @@ class World:
         if self._pool_addresses() != self._addresses:
             raise Violation("an array of the pool was copied")
         prefix = self.engine.prefix
-        if prefix is None:
-            return
         for salt, root in prefix.index.roots.items():
             open_nodes = [(root, self.truth.start)]
             while open_nodes:
@@ -296,7 +311,6 @@ class World:
 
     def _audit_node(self, node: Any, hashes: Hashes) -> None:
         prefix = self.engine.prefix
-        assert prefix is not None
         for group, pool in enumerate(self.engine.memory.pools):
             if node.blocks[group] == FORGOTTEN:
                 continue
@@ -335,10 +349,8 @@ class World:
     def close(self) -> None:
         """All ends well: what was cached is stored, and nothing is left in the pool."""
         self.drain()
-        prefix = self.engine.prefix
-        if prefix is not None:
-            for tokens, salt in self.pins:
-                prefix.unpin(tokens, salt)
+        for tokens, salt in self.pins:
+            self.engine.prefix.unpin(tokens, salt)
         self.thread.close(self.engine)
         for pool in self.engine.memory.pools:
             if pool.free != pool.blocks:
@@ -354,15 +366,14 @@ class World:
     # Helpers
 
     def _progress(self) -> tuple[object, ...]:
-        engine = self.engine
-        everyone = (*engine.waiting, *engine.loading, *engine.prefilling, *engine.running)
-        lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.sequence else 0) for r in everyone)
+        everyone = self.engine.scheduler
+        lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.lease else 0) for r in everyone)
         return lengths, self.tier.stats().hits if self.tier is not None else 0
 
     def _expected(self, sequence: Sequence) -> Hashes | None:
         """The prefix hashes of the tokens that a sequence has stored."""
         if sequence not in self._hashes:
-            owner = next((r for r in (*self.engine.prefilling, *self.engine.running) if r.sequence is sequence), None)
+            owner = self._owners().get(sequence)
             if owner is None:
                 return None
             self._hashes = {each: known for each, known in self._hashes.items() if not known.request.finished}
@@ -374,18 +385,22 @@ class World:
 
     def _before(self, sequences: list[Sequence]) -> list[int]:
         """Faults of the model."""
-        engine = self.engine
-        owners = {request.sequence: request for request in (*engine.prefilling, *engine.running)}
+        owners, running = self._owners(), self.engine.scheduler.running
         requests = [owners[sequence] for sequence in sequences if sequence in owners]
         if self.faults.strikes("model"):
             # Decoding is one step for all that run, also where rows are computed one by one.
-            self._blame(*(engine.running if requests and requests[0].state == "running" else requests))
+            self._blame(*(running if requests and requests[0].state == "running" else requests))
             raise Injected("the model failed")
         if len(requests) == len(sequences) and requests[0].state == "running" and self.faults.strikes("nan"):
             victim = self.turns % len(requests)
             self._blame(requests[victim])
             return [victim]
         return []
+
+    def _owners(self) -> dict[Sequence, Request]:
+        """Whose sequences may be in a step."""
+        scheduler = self.engine.scheduler
+        return {request.sequence: request for request in (*scheduler.prefilling, *scheduler.running)}
 
     def _blame(self, *requests: Request) -> None:
         """They may end with an error."""
@@ -399,12 +414,10 @@ class World:
     def _count_figures(self) -> None:
         """What the parts have counted since they were made."""
         self.faults.paused = True
-        prefix = self.engine.prefix
-        if prefix is not None:
-            stats = prefix.stats()
-            self.counts["hits"] += stats.hits
-            self.counts["blocks evicted"] += stats.evicted_blocks
-            self.counts.update({f"miss: {reason}": count for reason, count in stats.misses.items()})
+        stats = self.engine.prefix.stats()
+        self.counts["hits"] += stats.hits
+        self.counts["blocks evicted"] += stats.evicted_blocks
+        self.counts.update({f"miss: {reason}": count for reason, count in stats.misses.items()})
         if self.tier is not None:
             tier = self.tier.stats()
             for name in ("hits", "writes", "evicted", "discarded", "corrupt"):

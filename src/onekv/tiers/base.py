@@ -97,7 +97,9 @@ class Tier(Protocol):
     def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry] | None:
         """Those of `keys` that the tier has something of, ready to be read.
 
-        None: it is not known yet; ask again, with the same keys. Waits for that for at most `seconds`.
+        None: it is not known yet; ask again, with the same keys. Waits for that for at most `seconds`. Looking up a
+        prompt takes several questions, which are all asked again: what has been answered once is answered at once for
+        some seconds.
         """
 
     def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:

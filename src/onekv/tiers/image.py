@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import OneKVError
-from ..memory.blocks import Tensor
+from ..memory.pool.blocks import Tensor
 from .base import Address
 
 FORMAT = "1"

@@ -7,8 +7,8 @@ from mlx.nn.layers.base import Module
 
 from ..config import AUTO, Settings
 from ..errors import SettingError
-from ..memory.blocks import block_tensors, state_tensors
 from ..memory.plan import Plan
+from ..memory.pool.blocks import block_tensors, state_tensors
 from ..models.identity import identity
 from ..models.paths import cache_dir
 from ..units import format_size, parse_size

@@ -6,28 +6,56 @@
 
 One name stands for keys and values both. For different ones, k and v come before each: `kq8vq4`, `ktq4vtq2`,
 `kautovq8`; a bare number means q, so `k8v4` is `kq8vq4`.
+
+A format is a name and what makes its codec (`register`); base.py has the contract of a codec.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...errors import SettingError
 from .affine import Affine
-from .base import Codec, Factors, Part, Plain
+from .base import Codec, Codes, Factors, Part, Plain
 from .turbo import Turbo
 
-__all__ = ["NAMES", "PLAIN", "Codec", "Factors", "KVFormat", "Part", "Plain", "parse"]
+__all__ = ["PLAIN", "Codec", "Codes", "Factors", "KVFormat", "Part", "Plain", "names", "parse", "register"]
 
 AUTO = "auto"
-# Name -> bits per number.
-_AFFINE = {"q8": 8, "q4": 4}
-_TURBO = {"tq4": 4, "tq3": 3, "tq2": 2}
-_BITS = {**_AFFINE, **_TURBO}
-NAMES = (AUTO, *_BITS)
-_PAIR = re.compile(r"k([a-z]*\d?)v([a-z]*\d?)")
+# From the dim of a row, the layer's dtype, and whether it is for keys. Raises UnsupportedLayerError for other dims.
+Make = Callable[[int, mx.Dtype, bool], Codec]
+
+
+class Format(NamedTuple):
+    make: Make
+    # Per number: centres of keys are taken off where they are at most 4, with less than 4 there is a warning.
+    bits: int
+
+
+registered: dict[str, Format] = {}
+
+
+def register(name: str, make: Make, bits: int = 16) -> None:
+    """`name`, in lower case, is a format from now on: for `parse`, and so for --kv-format and `LLM(kv_format=...)`."""
+    if name in registered or not re.fullmatch(r"[a-z][a-z0-9]*", name):
+        raise ValueError(f"{name!r} cannot be a format: it is one already, or not lower-case letters and digits")
+    registered[name] = Format(make, bits)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(registered)
+
+
+register(AUTO, lambda dim, dtype, for_keys: Plain(dim, dtype))
+register("q8", lambda dim, dtype, for_keys: Affine(8, dim), 8)
+register("q4", lambda dim, dtype, for_keys: Affine(4, dim), 4)
+register("tq4", lambda dim, dtype, for_keys: Turbo(4, dim, unbiased=for_keys), 4)
+register("tq3", lambda dim, dtype, for_keys: Turbo(3, dim, unbiased=for_keys), 3)
+register("tq2", lambda dim, dtype, for_keys: Turbo(2, dim, unbiased=for_keys), 2)
 
 
 @dataclass(frozen=True)
@@ -51,11 +79,11 @@ class KVFormat:
     @property
     def centred(self) -> bool:
         """Whether the centre of keys is to be taken off: with 8 bits there is nothing to gain."""
-        return _BITS.get(self.key, 16) <= 4
+        return registered[self.key].bits <= 4
 
     @property
     def warning(self) -> str | None:
-        bits = _BITS.get(self.key, 16)
+        bits = registered[self.key].bits
         if bits >= 4:
             return None
         return (
@@ -73,22 +101,21 @@ PLAIN = KVFormat()
 def parse(text: str) -> KVFormat:
     """The format that `text` names."""
     spelled = text.strip().lower()
-    pair = _PAIR.fullmatch(spelled)
-    key, value = pair.groups() if pair else (spelled, spelled)
-    key, value = (f"q{name}" if name.isdigit() else name for name in (key, value))
-    if key not in NAMES or value not in NAMES:
-        raise SettingError(
-            f"--kv-format is {text!r}; it must be one of {', '.join(NAMES)}, "
-            "or one each for keys and values such as k8v4 or ktq4vtq2"
-        )
-    return KVFormat(key, value)
+    if spelled in registered:
+        return KVFormat(spelled, spelled)
+    side = "|".join((*registered, r"\d"))
+    pair = re.fullmatch(f"k({side})v({side})", spelled)
+    if pair is not None:
+        key, value = (f"q{name}" if name.isdigit() else name for name in pair.groups())
+        if key in registered and value in registered:
+            return KVFormat(key, value)
+    raise SettingError(
+        f"--kv-format is {text!r}; it must be one of {', '.join(registered)}, "
+        "or one each for keys and values such as k8v4 or ktq4vtq2"
+    )
 
 
 @cache
 def _codec(name: str, dim: int, dtype: mx.Dtype, for_keys: bool) -> Codec:
     # Some layers store keys alone: there is nothing to encode in rows of no numbers.
-    if name == AUTO or dim == 0:
-        return Plain(dim, dtype)
-    if name in _AFFINE:
-        return Affine(_AFFINE[name], dim)
-    return Turbo(_TURBO[name], dim, unbiased=for_keys)
+    return registered[name].make(dim, dtype, for_keys) if dim else Plain(dim, dtype)

@@ -14,7 +14,7 @@ from functools import cache
 import mlx.core as mx
 
 from ...errors import UnsupportedLayerError
-from .base import Codec, Factors, Part
+from .base import Codec, Codes, Factors, Part
 from .packing import lookup, pair_table
 from .rotation import VERSION, rotation
 
@@ -34,6 +34,7 @@ class Affine(Codec):
             Part("scale", groups, mx.float16),
             Part("bias", groups, mx.float16),
         )
+        self.codes = Codes(bits)
         self._rotation = rotation(dim)
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:

@@ -39,16 +39,37 @@ class Factors(NamedTuple):
     bias: mx.array | None = None
 
 
+class Book(NamedTuple):
+    """What codes stand for: ascending `entries`, the `edges` between them, and the two numbers of each pair of codes
+    as they are read, which for keys are longer by a constant (`turbo`).
+    """
+
+    entries: mx.array
+    edges: mx.array
+    pairs: mx.array
+
+
+class Codes(NamedTuple):
+    """How a compiled kernel reads and writes rotated rows: codes of `bits` bits, packed as `packing` says.
+
+    With a book, a number is the entry of its code times the row's scale: planes are codes and scale. Without one it is
+    code * scale + bias of its group: planes are codes, scales and biases.
+    """
+
+    bits: int
+    book: Book | None = None
+
+
 class Codec(ABC):
     # Goes into the fingerprint: it changes whenever the bytes of a row would.
     name: str
     dim: int
     parts: tuple[Part, ...]
 
-    @property
-    def plain(self) -> bool:
-        """Whether rows are stored as they are."""
-        return False
+    # Whether rows are stored as they are.
+    plain = False
+    # For kernels that know such codes; None if a codec's bytes are its own affair.
+    codes: Codes | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -90,14 +111,12 @@ class Codec(ABC):
 class Plain(Codec):
     """Rows as they are, in the layer's own dtype."""
 
+    plain = True
+
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         self.dim = dim
         self.name = str(dtype).removeprefix("mlx.core.")
         self.parts = (Part("x", dim, dtype),)
-
-    @property
-    def plain(self) -> bool:
-        return True
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
         return (rows.astype(self.parts[0].dtype),)

@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .base import Codec, Factors, Part
+from .base import Book, Codec, Codes, Factors, Part
 from .packing import join, lookup, pack, packed_bytes, pair_table, unpack
 from .rotation import VERSION, rotation
 
@@ -46,24 +46,23 @@ class Turbo(Codec):
         self.parts = (Part("q", packed_bytes(bits, dim), mx.uint8), Part("norm", 1, mx.float16))
         self._rotation = rotation(dim)
         book, gain = codebook(dim, bits)
-        self.book = mx.array(book.astype(np.float32))
-        # Between the entries of the book.
-        self.edges = mx.array(((book[1:] + book[:-1]) / 2).astype(np.float32))
+        self._edges = mx.array(((book[1:] + book[:-1]) / 2).astype(np.float32))
         self._table = pair_table(list(book))
-        self.read_table = pair_table(list(book * gain)) if unbiased else self._table
+        self._read_table = pair_table(list(book * gain)) if unbiased else self._table
+        self.codes = Codes(bits, Book(mx.array(book.astype(np.float32)), self._edges, self._read_table))
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
         rotated = self._rotation.apply(rows)
         norm = mx.sqrt((rotated * rotated).sum(axis=-1, keepdims=True))
         unit = rotated * (self.dim**0.5 / mx.maximum(norm, SMALLEST))
-        pairs = join(mx.searchsorted(self.edges, unit).astype(mx.uint8), self.bits)
+        pairs = join(mx.searchsorted(self._edges, unit).astype(mx.uint8), self.bits)
         entries = lookup(self._table, pairs, mx.float32)
         length = mx.sqrt((entries * entries).sum(axis=-1, keepdims=True))
         corrected = mx.minimum(norm / length, LARGEST).astype(mx.float16)
         return pack(pairs, self.bits), corrected
 
     def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        return lookup(self.read_table, unpack(parts[0], self.bits), dtype)
+        return lookup(self._read_table, unpack(parts[0], self.bits), dtype)
 
     def factors(self, parts: Sequence[mx.array]) -> Factors:
         return Factors(parts[1][..., 0].astype(mx.float32))

@@ -7,8 +7,8 @@ all steps. In a window a table is made for the blocks of a step and kept as long
 import mlx.core as mx
 import numpy as np
 
-from .formats.centre import Rope
-from .step import GroupStep
+from ..formats.centre import Rope
+from ..step import GroupStep
 
 # Positions by which a table grows.
 UNIT = 1024

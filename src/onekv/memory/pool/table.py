@@ -9,7 +9,7 @@ blocks of a cached prefix are shared: they are referred to, never written. Those
 `WANTED` until the table takes blocks of its own for them, to be filled from there.
 """
 
-from .layout import Rule
+from ..layout import Rule
 from .pool import OutOfBlocks, Pool
 
 FORGOTTEN = -1
@@ -52,8 +52,13 @@ class Table:
             pool.release(self.held)
             raise
 
+    @property
+    def wanted(self) -> int:
+        """Blocks that `take_wanted` takes."""
+        return self.blocks.count(WANTED)
+
     def take_wanted(self) -> None:
-        """Take blocks for what is to be read from a colder tier; others may be evicted for that."""
+        """Take blocks for what is to be read from a colder tier; so many must be free."""
         wanted = [i for i, block in enumerate(self.blocks) if block == WANTED]
         if not wanted:
             return
@@ -74,7 +79,7 @@ class Table:
     @property
     def _missing(self) -> int:
         """Blocks between what there is and the full length."""
-        return -(-self.length // self.pool.block_size) - len(self.blocks) + self.blocks.count(WANTED)
+        return -(-self.length // self.pool.block_size) - len(self.blocks) + self.wanted
 
     def _keep_in_reserve(self) -> None:
         """Reserve what the table may take before it gives a block back."""
@@ -88,18 +93,13 @@ class Table:
 
     def advance(self, position: int, count: int) -> None:
         """Make room for tokens [position, position + count); forget what queries from `position` on do not read."""
-        self._forget(self.rule.first(position) // self.pool.block_size)
-        count = -(-(position + count) // self.pool.block_size) - len(self.blocks)
-        if count > 0:
-            last = self.blocks[-1] if self.blocks else FORGOTTEN
-            taken = self.pool.take(count, None if last == FORGOTTEN else last, self._missing)
-            self.reserved -= count
-            self.blocks += taken
-            self.version += 1
+        self.forget(position)
+        self.extend(position + count)
 
-    def _forget(self, first: int) -> None:
+    def forget(self, position: int) -> None:
+        """Give back the blocks that queries from `position` on do not read."""
         start = max(self.first, self.kept)
-        first = min(first, len(self.blocks))
+        first = min(self.rule.first(position) // self.pool.block_size, len(self.blocks))
         if first <= start:
             return
         self.pool.release(self.blocks[start:first])
@@ -107,6 +107,33 @@ class Table:
         self.first = first
         self.version += 1
         self._keep_in_reserve()
+
+    def lacking(self, end: int) -> int:
+        """Blocks to take before there is room for all positions below `end`."""
+        return max(0, -(-end // self.pool.block_size) - len(self.blocks))
+
+    def extend(self, end: int) -> None:
+        """Make room for all positions below `end`; as many blocks as are `lacking` must be free."""
+        count = self.lacking(end)
+        if count:
+            last = self.blocks[-1] if self.blocks else FORGOTTEN
+            taken = self.pool.take(count, None if last == FORGOTTEN else last, self._missing)
+            self.reserved -= count
+            self.blocks += taken
+            self.version += 1
+
+    def readable(self, length: int) -> bool:
+        """Whether a query at `length` finds all that it reads, or has a window moved on?"""
+        return self.first <= self.kept or self.rule.first(length) // self.pool.block_size >= self.first
+
+    def truncate(self, length: int) -> None:
+        """Give back the blocks behind the first `length` positions; their number stays reserved."""
+        count = -(-length // self.pool.block_size)
+        if count < len(self.blocks):
+            self.pool.release(self.blocks[count:])
+            del self.blocks[count:]
+            self.version += 1
+            self._keep_in_reserve()
 
     def prefilled(self) -> None:
         """The prompt is stored: from here the table grows one token at a time and needs less in reserve."""

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .pool import Pool
+from .pool import IntegrityError, Pool
 from .table import Table
 
 # The parts of one recurrent layer's state; None until the model makes them.
@@ -15,7 +15,8 @@ class Sequence:
     def __init__(self, pools: list[Pool], max_length: int, chunk: int, prefixes: list[list[int]] | None = None) -> None:
         """Reserves in every group what a sequence of `max_length` tokens needs beyond the shared blocks in `prefixes`.
 
-        Raises OutOfBlocks, holding nothing.
+        Where those say WANTED, blocks are to be taken (`Table.take_wanted`) before anything else. Raises OutOfBlocks,
+        holding nothing.
         """
         self.max_length = max_length
         self.length = 0
@@ -25,17 +26,23 @@ class Sequence:
         try:
             for pool, prefix in zip(pools, prefixes or [[] for _ in pools], strict=True):
                 self.tables.append(Table(pool, max_length, chunk, prefix))
-            # Only now, when all that is shared is held in every group: a node is evicted in all of them.
-            for table in self.tables:
-                table.take_wanted()
         except BaseException:
             self.close()
             raise
 
     def advance(self, count: int) -> None:
-        """Make room for `count` more tokens in every table."""
+        """Make room for `count` more tokens in every table, unless that is done; free blocks are there for them."""
         for table in self.tables:
             table.advance(self.length, count)
+
+    def truncate(self, length: int) -> None:
+        """Only the first `length` tokens are left. Raises IntegrityError if a window has given back what they read."""
+        for table in self.tables:
+            if not table.readable(length):
+                raise IntegrityError(f"{table.rule}: what a query at {length} reads was given back")
+        for table in self.tables:
+            table.truncate(length)
+        self.length = length
 
     def prefilled(self) -> None:
         for table in self.tables:

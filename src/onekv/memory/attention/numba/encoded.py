@@ -1,4 +1,4 @@
-"""Decode attention over encoded blocks on CPU by compiled loops (`cpu_kernel`), where numba is installed.
+"""Decode attention over encoded blocks on CPU by compiled loops (`kernel`), where numba is installed.
 
 MLX has no way to put such loops into its graph. So what they need is evaluated first, they run at once on the pool's
 memory, and what they give is a new array: a layer is computed when the model calls it, not when the step is evaluated
@@ -14,14 +14,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .formats import Codec
-from .formats.affine import Affine
-from .formats.centre import Centre, Rope
-from .formats.rotation import rotation
-from .formats.turbo import Turbo
-from .layout import KVLayer
-from .pairs import Grid
-from .pool import LayerArrays
+from ...device import Kind
+from ...formats import Codec
+from ...formats.centre import Centre, Rope
+from ...formats.rotation import rotation
+from ...layout import KVLayer
+from ...pairs import Grid
+from ...pool import LayerArrays
+from ..base import Backend, Call
+from ..layer import Pair
 
 log = logging.getLogger("onekv")
 
@@ -31,10 +32,25 @@ COMPILING = "onekv: compiling attention over encoded KV for this processor; that
 SLOW = "so decoding with this --kv-format is slow on CPU; run pip install -U 'onekv[cpu]'"
 
 
-def supported(stored: KVLayer, block_size: int) -> bool:
-    """Whether a layer stored like this can be read so, here."""
-    known = all(isinstance(codec, Affine | Turbo) for codec in (stored.keys, stored.values))
-    return known and block_size % 4 == 0 and mx.default_device() == mx.cpu and why_not() is None
+class Numba(Backend):
+    eager = True
+    stores = True
+
+    @classmethod
+    def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
+        known = layer.keys.codes is not None and layer.values.codes is not None
+        return known and block_size % 4 == 0 and device == "cpu" and why_not() is None
+
+    def decode(self, call: Call, new: Pair | None) -> mx.array | None:
+        step, kv, layer, turns = call.step, self.kv, self.kv.layer, None
+        reach = step.reach(call.mask)
+        if reach is None:
+            return None
+        if layer.centre is not None:
+            turns = kv.turns.table(step, layer.centre.rope, layer.k_dim)
+        return encoded_decode(
+            call.queries, kv.arrays, layer, new, step.grid, step.lengths, reach, call.scale, call.sinks, turns
+        )
 
 
 @functools.cache
@@ -90,7 +106,7 @@ def _decode(*arguments: Any) -> None:
     # Not before it is needed: this imports numba.
     from numba.core.event import install_listener
 
-    from .cpu_kernel import Compiling, decode
+    from .kernel import Compiling, decode
 
     if decode.signatures:
         decode(*arguments)
@@ -105,11 +121,8 @@ def _contiguous(array: mx.array) -> Array:
 
 
 def _side(codec: Codec, parts: list[mx.array]) -> tuple[Any, ...]:
-    from .cpu_kernel import AFFINE
-
     codes, scales, biases = (np.asarray(part) for part in (parts[0], parts[1], parts[-1]))
-    bits, *book = _book(codec)
-    kind = bits + AFFINE if isinstance(codec, Affine) else bits
+    kind, *book = _book(codec)
     codes = codes.view(np.uint8)
     flat = (codes.reshape(-1), *(part.view(np.uint16).reshape(-1) for part in (scales, biases)))
     return (kind, *codes.shape[1:], scales.shape[2], *flat, *book)
@@ -117,11 +130,15 @@ def _side(codec: Codec, parts: list[mx.array]) -> tuple[Any, ...]:
 
 @functools.cache
 def _book(codec: Codec) -> tuple[int, Array, Array, Array]:
-    """Bits; the two numbers of each byte's pair of codes as one double, the codebook, and what lies between."""
-    assert isinstance(codec, Affine | Turbo)
-    if isinstance(codec, Affine):
-        return codec.bits, np.zeros(0), NOTHING, NOTHING
-    return codec.bits, np.array(codec.read_table).view(np.float64), np.array(codec.book), np.array(codec.edges)
+    """Kind; the two numbers of each byte's pair of codes as one double, the codebook, and what lies between."""
+    from .kernel import AFFINE
+
+    codes = codec.codes
+    assert codes is not None
+    if codes.book is None:
+        return codes.bits + AFFINE, np.zeros(0), NOTHING, NOTHING
+    book = codes.book
+    return codes.bits, np.array(book.pairs).view(np.float64), np.array(book.entries), np.array(book.edges)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .layout import Group, Layout
+from ..device import kind
+from ..layout import Group, Layout
 from .pool import Pool
 from .sequence import State
 
@@ -203,7 +204,7 @@ def _parts(states: Sequence[State]) -> Iterator[mx.array]:
 
 def shared_memory() -> bool:
     """Whether the host reads and writes the memory the device works on: true but for CUDA."""
-    return mx.default_device() == mx.cpu or mx.metal.is_available()
+    return kind() != "cuda"
 
 
 def _bytes(array: mx.array) -> Bytes:

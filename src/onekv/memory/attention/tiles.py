@@ -7,21 +7,61 @@
 
 G query heads share one KV head. A tile of one head lies in one piece in the pool, so it is read without being copied.
 The factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
-`mx.depends` makes each wait for the one before it. As in `memory.attention`, on CPU the weights are powers of 2.
+`mx.depends` makes each wait for the one before it. For CPU: the weights are powers of 2.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from .base import Codec
+from ..device import Kind
+from ..formats import Codec
+from ..layout import KVLayer
+from .base import Backend, Call
+from .layer import Pair, gather
+from .softmax import POWERS_OF_2
 
 # Keys or values of so many bytes, in float32, are one tile.
 TILE_BYTES = 2**20
 # Queries per KV head.
 FEW = 8
 Parts = Sequence[mx.array]
+
+
+class Tiles(Backend):
+    """For whatever a codec stores."""
+
+    @classmethod
+    def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
+        return not layer.plain and device == "cpu"
+
+    def decode(self, call: Call, new: Pair | None) -> mx.array:
+        """All rows' heads at once, [rows * heads, G, dim]."""
+        step, kv, queries, sinks = call.step, self.kv, call.queries, call.sinks
+        rows, query_heads = queries.shape[:2]
+        heads = kv.layer.heads
+        grouped = queries.reshape(rows * heads, query_heads // heads, -1)
+        bias = kv.centre_scores(step, queries, call.scale)
+        if bias is not None:
+            bias = bias.reshape(rows * heads, -1, bias.shape[2])
+        if step.run is not None and call.mask is None:
+            start, end = step.run
+            keys, values = ([array[:, start:end] for array in side] for side in (kv.arrays.keys, kv.arrays.values))
+            if bias is not None:
+                skipped = step.first - step.grid.start
+                bias = bias[..., skipped : skipped + end - start]
+        else:
+            # All slots of the step's blocks, still encoded: [rows * heads, slots, width].
+            keys, values = (
+                [gather(step, array, cut=False).reshape(-1, step.grid.slots, array.shape[2]) for array in side]
+                for side in (kv.arrays.keys, kv.arrays.values)
+            )
+            unseen = mx.repeat(step.row_bias(call.mask), heads, axis=0)[:, None]
+            bias = unseen if bias is None else bias + unseen
+        if sinks is not None:
+            sinks = mx.tile(sinks.reshape(heads, -1, 1), (rows, 1, 1))
+        out = attend(grouped, kv.keys, keys, kv.values, values, call.scale, bias, sinks)
+        return out.astype(queries.dtype).reshape(rows, query_heads, 1, -1)
 
 
 def attend(
@@ -39,7 +79,7 @@ def attend(
     `bias` is added to the scores, `sinks` are scores of nothing; both must broadcast to [heads, G, tokens]. Queries
     come in, and outputs go out, in the model's basis. For a batch, heads are those of all its rows.
     """
-    base = math.log2(math.e) if mx.default_device() == mx.cpu else 1.0
+    base, power = POWERS_OF_2.factor, POWERS_OF_2.power
     scores = _scores(keys.rotate(queries.astype(mx.float32)) * (scale * base), keys, key_parts)
     if bias is not None:
         scores = scores + bias * base
@@ -47,10 +87,10 @@ def attend(
     if sinks is not None:
         sinks = sinks.astype(mx.float32) * base
         top = mx.maximum(top, sinks)
-    weights = _power(scores - top)
+    weights = power(scores - top)
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
-        total = total + _power(sinks - top)
+        total = total + power(sinks - top)
     return values.unrotate(_weighted_sum(weights, values, value_parts) / total)
 
 
@@ -111,7 +151,3 @@ def _cut(parts: Parts, heads: slice, tokens: slice, after: list[mx.array]) -> li
 
 def _joined(arrays: list[mx.array], axis: int) -> mx.array:
     return mx.concatenate(arrays, axis=axis) if len(arrays) > 1 else arrays[0]
-
-
-def _power(scores: mx.array) -> mx.array:
-    return mx.power(2.0, scores) if mx.default_device() == mx.cpu else mx.exp(scores)

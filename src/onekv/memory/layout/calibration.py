@@ -17,8 +17,9 @@ import mlx.core as mx
 import xxhash
 from mlx.nn.layers.base import Module
 
-from .formats.centre import Centre, Rope
-from .layout import KVLayer, Layout, Leaf, stock_caches
+from ..formats.centre import Centre, Rope
+from .reader import stock_caches
+from .types import KVLayer, Layout, Leaf
 
 # Tokens of the text that are read.
 LENGTH = 384

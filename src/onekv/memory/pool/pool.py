@@ -7,7 +7,8 @@ them beyond a step, or the next write copies.
 
 A block is held (`references` > 0: tables refer to it), idle (nobody does, but the prefix cache keeps it: `cached`) or
 free. Some free or idle blocks are promised to running sequences (`reserved`), so that a sequence that was admitted
-never fails for lack of a block; idle ones are evicted by `reclaim` when they are taken. Pinned ones are not promised:
+never fails for lack of a block. Whoever caches blocks evicts idle ones before they are taken: the pool itself knows
+nobody to ask. Pinned ones are not promised:
 
     | held (perhaps cached too) | idle, pinned | idle | free |
                                                | reserved: some of these | available: the others |
@@ -16,14 +17,13 @@ In a window, tables let go of blocks while they run and take others instead. A b
 still held by one when the other asks for a new one, so there a block counts once for every table that refers to it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..errors import OneKVError
-from .layout import Group, KVLayer
+from ...errors import OneKVError
+from ..layout import Group, KVLayer
 
 
 class OutOfBlocks(OneKVError):
@@ -80,8 +80,6 @@ class Pool:
         self.cached = np.zeros(blocks, np.bool_)
         self.pinned = np.zeros(blocks, np.bool_)
         self.reserved = 0
-        # Evicts at least that many idle blocks; set by whoever caches blocks.
-        self.reclaim: Callable[[int], None] | None = None
         self.layers = [LayerArrays(layer, blocks * block_size) for layer in group.layers]
         # Layer by layer, so that no more than the pool itself is ever asked for.
         for arrays in self.layers:
@@ -139,10 +137,11 @@ class Pool:
     def take(self, count: int, after: int | None, room: int) -> list[int]:
         """Turn `count` reserved blocks into held ones, adjacent to each other and to block `after` if possible.
 
-        `room` is how many blocks the sequence may want in all: a new run is placed where they all fit.
+        `room` is how many blocks the sequence may want in all: a new run is placed where they all fit. So many must be
+        free: evict first.
         """
-        if count > self._free and self.reclaim is not None:
-            self.reclaim(count - self._free)
+        if count > self._free:
+            raise IntegrityError(f"{count} blocks of {self.group.rule} are to be taken and {self._free} are free")
         self.unreserve(count)
         used = (self.references > 0) | self.cached
         taken: list[int] = []

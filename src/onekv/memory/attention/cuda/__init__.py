@@ -1,0 +1,1 @@
+"""Attention over plain and encoded blocks as CUDA kernels."""

@@ -1,0 +1,281 @@
+  constexpr int TILES = BS / 16;
+  const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
+#include "place.cu"
+  const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
+  const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
+  const int first = part * per, tiles = min(per, n - first) * TILES;
+  const int query = lengths[row];
+  float* parts = scratch;
+  float* tops = parts + (int64_t)rows * H * G * splits * 128;
+  float* sums = tops + (int64_t)rows * H * G * splits;
+  float* moves = sums + (int64_t)rows * H * G * splits;
+  const float factor = SCALE * 1.4426950408889634f;
+
+  __shared__ float shared_acc[4][G][128], shared_top[4][G], shared_sum[4][G], shared_move[4][G], query_sum[G];
+  __shared__ uint32_t k_words[256], v_words[256];
+  __shared__ __align__(16) T rotated[G * 128];
+  // Of centres: the factors of two pairs, cosines and sines of four pairs 0 to 15 positions on, the new token's own.
+  __shared__ __align__(16) float4 pair_factors[CENTRE ? 8 : 1][32];
+  __shared__ __align__(16) uint4 steps[CENTRE ? 8 : 1][32];
+  __shared__ float own_centre[128];
+  const float* signs = constants;
+  const float* k_levels = constants + 128;
+  const float* v_levels = k_levels + 16;
+  const float* k_table = v_levels + 16;
+  const float* v_table = k_table + 512;
+  for (int i = threadIdx.x; i < 256; i += 128) {
+    k_words[i] = pack<T>(k_table[2 * i], k_table[2 * i + 1]);
+    v_words[i] = pack<T>(v_table[2 * i], v_table[2 * i + 1]);
+  }
+  const float* angles = rope;
+  const float* channels = rope + 64;
+  if (CENTRE) {
+    for (int i = threadIdx.x; i < 8 * 32; i += 128) {
+      const int lane_of = i % 32, pair_of = lane_of % 4 * 16 + i / 32 * 2;
+      float both[4] = {0, 0, 0, 0};
+      if (lane_of / 4 < G)
+        for (int p = 0; p < 2; p++) {
+          const T* own = q + ((int64_t)(row * H + head) * G + lane_of / 4) * 128;
+          const float x = float(own[int(channels[pair_of + p])]), y = float(own[int(channels[64 + pair_of + p])]);
+          const float m = centre[head * 128 + pair_of + p], n = centre[head * 128 + 64 + pair_of + p];
+          both[2 * p] = x * m + y * n;
+          both[2 * p + 1] = y * m - x * n;
+        }
+      pair_factors[i / 32][lane_of] = make_float4(both[0], both[1], both[2], both[3]);
+      const int token = i / 128 * 8 + lane_of / 4;
+      const float* from = rope + 192 + (token * 64 + lane_of % 4 * 16 + i / 32 % 4 * 4) * 2;
+      steps[i / 32][lane_of] = make_uint4(
+          pack<T>(from[0], from[1]), pack<T>(from[2], from[3]), pack<T>(from[4], from[5]), pack<T>(from[6], from[7]));
+    }
+  }
+  float* space = &shared_acc[0][0][0];
+  for (int i = threadIdx.x; i < G * 128; i += 128)
+    space[i] = float(q[(int64_t)(row * H + head) * G * 128 + i]) * signs[i % 128];
+  transform(space, G);
+  for (int i = threadIdx.x; i < G * 128; i += 128) rotated[i] = T(space[i] * norm);
+  __syncthreads();
+  for (int h = warp; h < G; h += 4) {
+    float total = 0;
+    for (int i = lane; i < 128; i += 32) total += float(rotated[h * 128 + i]);
+    total = reduce_sum(total);
+    if (lane == 0) query_sum[h] = total;
+  }
+  __syncthreads();
+
+  // Lane t has the dimensions [32 t, 32 t + 32) of a row: those of chunk c are 8 of them.
+  uint32_t qa[4][2][4];
+  float total_of[2] = {0, 0};
+  #pragma unroll
+  for (int high = 0; high < 2; high++) {
+    if (g + 8 * high < G) total_of[high] = query_sum[g + 8 * high];
+    #pragma unroll
+    for (int c = 0; c < 4; c++) {
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (g + 8 * high < G) x = *reinterpret_cast<const uint4*>(rotated + (g + 8 * high) * 128 + t * 32 + c * 8);
+      qa[c][0][high] = x.x;
+      qa[c][0][high + 2] = x.y;
+      qa[c][1][high] = x.z;
+      qa[c][1][high + 2] = x.w;
+    }
+  }
+
+  float acc[2][8][4], top[2] = {none, none}, sum[2] = {0, 0}, move[2] = {0, 0};
+  #pragma unroll
+  for (int h = 0; h < 2; h++)
+    #pragma unroll
+    for (int j = 0; j < 8; j++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++) acc[h][j][i] = 0;
+
+  for (int tile = warp; tile < tiles; tile += 4) {
+    const int pair = first + tile / TILES;
+    const int start = base[pair] + tile % TILES * 16;
+    if (start > query || (start + 15 <= query - window && start >= keep)) continue;
+    const int64_t slot = (int64_t)head * SLOTS + (int64_t)ids[pair] * BS + tile % TILES * 16;
+
+    if (NEW && query < start + 16) {
+      const int64_t own = slot + query - start;
+      if (CENTRE) {
+        for (int p = lane; p < 64; p += 32) {
+          float sine, cosine;
+          sincosf(query * angles[p], &sine, &cosine);
+          const float m = centre[head * 128 + p], n = centre[head * 128 + 64 + p];
+          own_centre[int(channels[p])] = query ? m * cosine - n * sine : 0.0f;
+          own_centre[int(channels[64 + p])] = query ? m * sine + n * cosine : 0.0f;
+        }
+        __syncwarp();
+      }
+      const int64_t from = (int64_t)(row * H + head) * 128;
+      store<KBITS, KAFFINE>(new_k + from, CENTRE ? own_centre : nullptr, signs, k_levels, keys, own);
+      store<VBITS, VAFFINE>(new_v + from, nullptr, signs, v_levels, values, own);
+      __syncwarp();
+    }
+
+    float centred[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+    if (CENTRE) {
+      const uint4* turn = reinterpret_cast<const uint4*>(turns) + (int64_t)start + t * 4;
+      #pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const uint4 angle = __ldg(turn + c);
+        const float4 x = pair_factors[2 * c][lane], y = pair_factors[2 * c + 1][lane];
+        const uint32_t one[4] = {turned(x.x, x.y, angle.x), 0, turned(x.z, x.w, angle.y), 0};
+        const uint32_t two[4] = {turned(y.x, y.y, angle.z), 0, turned(y.z, y.w, angle.w), 0};
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const uint4 step = steps[j * 4 + c][lane];
+          mma<T>(centred[j], one, step.x, step.y);
+          mma<T>(centred[j], two, step.z, step.w);
+        }
+      }
+    }
+
+    float s[2][4], v_scales[2][2], v_moves[2][2];
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const uint8_t* from = keys.codes + (slot + j * 8 + g) * (16 * KBITS);
+      float k_scales[2], k_moves[2];
+      factors<KBITS, KAFFINE>(keys, slot + j * 8 + 2 * t, k_scales, k_moves);
+      factors<VBITS, VAFFINE>(values, slot + j * 8 + 2 * t, v_scales[j], v_moves[j]);
+      #pragma unroll
+      for (int i = 0; i < 4; i++) s[j][i] = 0;
+      #pragma unroll
+      for (int c = 0; c < 4; c++) {
+        const uint4 key = numbers<KBITS>(from, t * 32 + c * 8, k_words);
+        mma<T>(s[j], qa[c][0], key.x, key.y);
+        mma<T>(s[j], qa[c][1], key.z, key.w);
+      }
+      #pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int position = start + j * 8 + 2 * t + (i & 1);
+        const bool seen = position <= query && (position > query - window || position < keep);
+        float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
+        if (CENTRE && position) score += centred[j][i];
+        s[j][i] = seen ? score * factor : none;
+      }
+    }
+
+    float shrink[2];
+    #pragma unroll
+    for (int high = 0; high < 2; high++) {
+      float highest = max(max(s[0][2 * high], s[0][2 * high + 1]), max(s[1][2 * high], s[1][2 * high + 1]));
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
+      highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+      highest = max(highest, top[high]);
+      shrink[high] = top[high] == none ? 0.0f : exp2f(top[high] - highest);
+      top[high] = highest;
+      sum[high] *= shrink[high];
+      move[high] *= shrink[high];
+      #pragma unroll
+      for (int j = 0; j < 2; j++)
+        #pragma unroll
+        for (int i = 2 * high; i < 2 * high + 2; i++) {
+          const float weight = s[j][i] == none ? 0.0f : exp2f(s[j][i] - highest);
+          sum[high] += weight;
+          // What lies in slots that are not read may be anything.
+          s[j][i] = weight == 0.0f ? 0.0f : weight * v_scales[j][i & 1];
+          move[high] += weight == 0.0f ? 0.0f : weight * v_moves[j][i & 1];
+        }
+    }
+    if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
+      #pragma unroll
+      for (int h = 0; h < 2; h++)
+        #pragma unroll
+        for (int j = 0; j < 8; j++)
+          #pragma unroll
+          for (int i = 0; i < 4; i++) acc[h][j][i] *= shrink[i >> 1];
+    }
+
+    const uint32_t w[4] = {
+        pack<T>(s[0][0], s[0][1]), pack<T>(s[0][2], s[0][3]), pack<T>(s[1][0], s[1][1]), pack<T>(s[1][2], s[1][3])};
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      uint4 value[4];
+      #pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const int64_t token = slot + 2 * t + (r & 1) + (r >> 1) * 8;
+        value[r] = numbers<VBITS>(values.codes + token * (16 * VBITS), g * 16 + h * 8, v_words);
+      }
+      const uint32_t* v0 = reinterpret_cast<const uint32_t*>(&value[0]);
+      const uint32_t* v1 = reinterpret_cast<const uint32_t*>(&value[1]);
+      const uint32_t* v2 = reinterpret_cast<const uint32_t*>(&value[2]);
+      const uint32_t* v3 = reinterpret_cast<const uint32_t*>(&value[3]);
+      #pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const unsigned halves = j % 2 ? 0x7632 : 0x5410;
+        mma<T>(acc[h][j], w, __byte_perm(v0[j / 2], v1[j / 2], halves), __byte_perm(v2[j / 2], v3[j / 2], halves));
+      }
+    }
+  }
+
+  __syncthreads();
+  #pragma unroll
+  for (int high = 0; high < 2; high++) {
+    const int head_of = g + 8 * high;
+    sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 1);
+    sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 2);
+    move[high] += __shfl_xor_sync(0xffffffffu, move[high], 1);
+    move[high] += __shfl_xor_sync(0xffffffffu, move[high], 2);
+    if (head_of < G) {
+      if (t == 0) {
+        shared_top[warp][head_of] = top[high];
+        shared_sum[warp][head_of] = sum[high];
+        shared_move[warp][head_of] = move[high];
+      }
+      #pragma unroll
+      for (int h = 0; h < 2; h++)
+        #pragma unroll
+        for (int j = 0; j < 8; j++)
+          #pragma unroll
+          for (int i = 0; i < 2; i++)
+            shared_acc[warp][head_of][(2 * t + i) * 16 + h * 8 + j] = acc[h][j][2 * high + i];
+    }
+  }
+  __syncthreads();
+  for (int index = threadIdx.x; index < G * 128; index += 128) {
+    const int head_of = index / 128, d = index % 128;
+    float highest = none, total = 0, moved = 0, joined = 0;
+    for (int w = 0; w < 4; w++) highest = max(highest, shared_top[w][head_of]);
+    for (int w = 0; w < 4; w++) {
+      const float shrink = shared_top[w][head_of] == none ? 0.0f : exp2f(shared_top[w][head_of] - highest);
+      total += shared_sum[w][head_of] * shrink;
+      moved += shared_move[w][head_of] * shrink;
+      joined += shared_acc[w][head_of][d] * shrink;
+    }
+    const int64_t place = ((int64_t)(row * H + head) * G + head_of) * splits + part;
+    parts[place * 128 + d] = joined;
+    if (d == 0) {
+      tops[place] = highest;
+      sums[place] = total;
+      moves[place] = moved;
+    }
+  }
+
+#include "last.cu"
+  for (int index = threadIdx.x; index < G * 32; index += 128) {
+    const int head_of = index / 32, d = index % 32 * 4, query_head = head * G + head_of;
+    const int64_t place = ((int64_t)row * H * G + query_head) * splits;
+    const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
+    float highest = sink;
+    for (int s = 0; s < splits; s++) highest = max(highest, __ldcg(tops + place + s));
+    float total = SINKS ? exp2f(sink - highest) : 0.0f, moved = 0;
+    float4 result = make_float4(0, 0, 0, 0);
+    #pragma unroll 4
+    for (int s = 0; s < splits; s++) {
+      const float top_of = __ldcg(tops + place + s);
+      const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + (place + s) * 128 + d));
+      total += __ldcg(sums + place + s) * shrink;
+      moved += __ldcg(moves + place + s) * shrink;
+      result.x += x.x * shrink;
+      result.y += x.y * shrink;
+      result.z += x.z * shrink;
+      result.w += x.w * shrink;
+    }
+    space[head_of * 128 + d] = (result.x + moved) / total;
+    space[head_of * 128 + d + 1] = (result.y + moved) / total;
+    space[head_of * 128 + d + 2] = (result.z + moved) / total;
+    space[head_of * 128 + d + 3] = (result.w + moved) / total;
+  }
+  transform(space, G);
+  for (int i = threadIdx.x; i < G * 128; i += 128)
+    out[((int64_t)row * H + head) * G * 128 + i] = T(space[i] * norm * signs[i % 128]);

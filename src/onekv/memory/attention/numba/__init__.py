@@ -1,0 +1,1 @@
+"""Attention over encoded blocks on CPU, compiled by numba."""

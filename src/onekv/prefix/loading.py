@@ -1,0 +1,123 @@
+"""Bringing back what colder tiers have: a sequence is *loading* until all it lacks has been read into its blocks.
+
+Blocks are read some at a time, between two steps. Meanwhile the sequence holds its blocks like any other, and no other
+starts to read the same: it waits for this one.
+
+    loading ->  loaded: its blocks are published, it goes on from there
+            ->  failed: something could not be read; it is released and opened again, without that
+            ->  stopped: it is not wanted any more
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from ..memory.kv import KVMemory
+from ..memory.pool.blocks import Blocks, make_states, shared_memory, state_tensors, write_block
+from ..memory.pool.sequence import Sequence, State
+from ..tiers.base import STATES, Target, Tier
+
+# Parts asked for at once. Where other threads cannot copy them into the pool, this many, less than four, lie beside it.
+AT_ONCE = 64 if shared_memory() else 2
+
+# A part of a node: the node's key, and a group or STATES.
+PartName = tuple[bytes, int]
+
+
+@dataclass(eq=False)
+class Loading:
+    """`sequence` will have `length` tokens stored when the parts in `left` have been read."""
+
+    sequence: Sequence
+    length: int
+    # From which tier, and into which block of its group; recurrent states have no place in the pool.
+    left: dict[PartName, tuple[Tier, int]]
+    states: list[State] | None = None
+    # The keys of what could not be read.
+    failed: list[bytes] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return not self.left or bool(self.failed)
+
+    def by_tier(self) -> dict[Tier, list[PartName]]:
+        parts: dict[Tier, list[PartName]] = {}
+        for name, (tier, _) in self.left.items():
+            parts.setdefault(tier, []).append(name)
+        return parts
+
+
+class Loader:
+    def __init__(self, memory: KVMemory, now: Callable[[], float] = time.perf_counter) -> None:
+        self._memory, self._now = memory, now
+        self._blocks = [Blocks(pool) for pool in memory.pools]
+        self._states = state_tensors(memory.layout)
+        # The oldest first.
+        self._open: list[Loading] = []
+
+    def reads(self, parts: set[PartName]) -> bool:
+        """Whether some of `parts` are being read now."""
+        return any(not parts.isdisjoint(loading.left) for loading in self._open)
+
+    def start(self, loading: Loading) -> None:
+        told: list[tuple[Tier, list[PartName]]] = []
+        try:
+            for tier, parts in loading.by_tier().items():
+                tier.expect(parts)
+                told.append((tier, parts))
+        except BaseException:
+            for tier, parts in told:
+                tier.unexpect(parts)
+            raise
+        self._open.append(loading)
+
+    def stop(self, loading: Loading) -> None:
+        """What is left of it will not be read."""
+        self._open.remove(loading)
+        for tier, parts in loading.by_tier().items():
+            tier.unexpect(parts)
+
+    def read(self, seconds: float) -> list[Loading]:
+        """Read what sequences lack, the oldest first, for about `seconds`; gives those that ended, stopped."""
+        ended: list[Loading] = []
+        deadline = self._now() + seconds
+        while self._open and (left := deadline - self._now()) > 0:
+            loading = self._open[0]
+            tier, parts = next(iter(loading.by_tier().items()))
+            self._read(loading, tier, parts[:AT_ONCE], left)
+            if loading.ended:
+                self.stop(loading)
+                ended.append(loading)
+        return ended
+
+    def _read(self, loading: Loading, tier: Tier, parts: list[PartName], seconds: float) -> None:
+        """Read some of what is left into its place, or beside the pool and then from there."""
+        targets: list[Target] = []
+        direct = {part for _, part in parts if part != STATES} if shared_memory() else set()
+        for group in direct:
+            self._blocks[group].look()
+        for key, part in parts:
+            into: bytearray | Callable[[memoryview], None]
+            if part in direct:
+                into = partial(self._blocks[part].write, loading.left[key, part][1])
+            else:
+                into = bytearray(self._bytes_of(part))
+            targets.append(Target(key, part, into))
+        for target, read in zip(targets, tier.read(targets, seconds), strict=True):
+            if read is None:
+                continue
+            _, block = loading.left.pop((target.key, target.part))
+            if not read:
+                loading.failed.append(target.key)
+            elif isinstance(target.into, bytearray):
+                data = memoryview(target.into)
+                if target.part == STATES:
+                    loading.states = make_states(self._memory.layout, data)
+                else:
+                    write_block(self._memory.pools[target.part], block, data)
+
+    def _bytes_of(self, part: int) -> int:
+        if part == STATES:
+            return sum(tensor.nbytes for tensor in self._states)
+        return self._memory.pools[part].block_bytes
