@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from onekv.memory.blocks import block_tensors, state_tensors
 
 from architectures import build
 from onekv.config import Settings
