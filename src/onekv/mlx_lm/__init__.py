@@ -10,11 +10,11 @@ where a program passes it on as `prompt_cache`.
 What is the same idea as in `onekv.memory` is the same code: how a model's attention reaches a cache (`hook`), softmax
 and causal masks (`attention.softmax`, `attention.chunk`), encoded KV and attention over it (`formats`,
 `attention.tiles`), and how much memory there is (`plan.device`). The rest stays apart, because mlx-lm's programs make,
-copy, trim, merge and drop caches as they like, and say nothing about it beforehand: slabs are allocated as they are needed and freed with their last
-reference, where a pool is allocated once and blocks are reserved; an extent is a run of columns in the shape that
-mlx-lm's models and files expect, where a block lies anywhere; a ring keeps mlx-lm's order of columns, because masks and
-files depend on it, where a table forgets blocks; and a prompt cache hands out whole caches, where the prefix tree hands
-out blocks.
+copy, trim, merge and drop caches as they like, and say nothing about it beforehand: slabs are allocated as they are
+needed and freed with their last reference, where a pool is allocated once and blocks are reserved; an extent is a run
+of columns in the shape that mlx-lm's models and files expect, where a block lies anywhere; a ring keeps mlx-lm's order
+of columns, because masks and files depend on it, where a table forgets blocks; and a prompt cache hands out whole
+caches, where the prefix tree hands out blocks.
 """
 
 from .version import check_version
