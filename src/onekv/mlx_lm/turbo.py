@@ -4,7 +4,7 @@ New tokens are encoded as they are stored, and attention reads all tokens back f
 included: so it does not matter how a prompt is cut, or whether the cache was saved and loaded in between. Nothing plain
 is kept. `state`, and with it copies and prompt-cache files, has the encoded arrays: bytes and float16 norms.
 
-    keys, values   [rows, heads, capacity, width] for each part of the codec; the first `offset` columns are in use
+    keys, values   [rows, heads, capacity, width] for each plane of the codec; the first `offset` columns are in use
     few tokens     on CPU, with `install`: attended over as they are stored, tile by tile (`memory.formats.attention`)
     else           one layer is decoded for its attention, in the rotated basis; queries are rotated instead
     no `install`   one layer is decoded and rotated back, when the model's attention reads it
@@ -37,7 +37,7 @@ ROOM = 16
 # Added to scores of what a query does not see.
 UNSEEN = -1e30
 
-Parts = list[mx.array]
+Planes = list[mx.array]
 
 
 class Codecs(NamedTuple):
@@ -58,8 +58,8 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
     # mlx-lm takes caches with an attribute `bits` for its own quantized ones.
     def __init__(self, bits: int = 4) -> None:
         self._format = _format(bits)
-        self.keys: Parts | None = None
-        self.values: Parts | None = None
+        self.keys: Planes | None = None
+        self.values: Planes | None = None
         self.offset = 0
         self._dtype = ""
         self._fetched: KV | None = None
@@ -74,23 +74,23 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         self.keys = self._with_room(self.keys, codecs.keys, keys)
         self.values = self._with_room(self.values, codecs.values, values)
         new = (*codecs.keys.encode(keys), *codecs.values.encode(values))
-        for part, columns in zip((*self.keys, *self.values), new, strict=True):
+        for plane, columns in zip((*self.keys, *self.values), new, strict=True):
             # Some layers store keys alone; there is nothing to write then.
             if columns.size:
-                part[..., self.offset : end, :] = columns
+                plane[..., self.offset : end, :] = columns
         self.offset = end
         return self.keys_and_values()
 
-    def _with_room(self, parts: Parts | None, codec: Codec, new: mx.array) -> Parts:
+    def _with_room(self, planes: Planes | None, codec: Codec, new: mx.array) -> Planes:
         rows, heads, count, _ = new.shape
-        if parts is not None and self.offset + count <= parts[0].shape[2]:
-            return parts
+        if planes is not None and self.offset + count <= planes[0].shape[2]:
+            return planes
         wanted = self.offset + max(count, self.offset // ROOM)
         capacity = whole_steps(wanted, self.step)
-        made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.planes]
-        if parts is not None and self.offset:
-            for old, part in zip(parts, made, strict=True):
-                part[..., : self.offset, :] = old[..., : self.offset, :]
+        made = [mx.zeros((rows, heads, capacity, plane.width), plane.dtype) for plane in codec.planes]
+        if planes is not None and self.offset:
+            for old, plane in zip(planes, made, strict=True):
+                plane[..., : self.offset, :] = old[..., : self.offset, :]
         return made
 
     def keys_and_values(self) -> KV:
@@ -129,9 +129,9 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         out = attend(
             queries.reshape(heads, shared * tokens, dim),
             codecs.keys,
-            [part.flatten(0, 1) for part in keys],
+            [plane.flatten(0, 1) for plane in keys],
             codecs.values,
-            [part.flatten(0, 1) for part in values],
+            [plane.flatten(0, 1) for plane in values],
             scale,
             bias,
             sinks,
@@ -143,10 +143,10 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         codecs, (keys, values) = self.codecs, self._used()
         return codecs.keys.decode(keys, self.dtype), codecs.values.decode(values, self.dtype)
 
-    def _used(self) -> tuple[Parts, Parts]:
+    def _used(self) -> tuple[Planes, Planes]:
         """The columns in use."""
         assert self.keys is not None and self.values is not None, "an empty cache has no keys and values"
-        used = [[part[..., : self.offset, :] for part in parts] for parts in (self.keys, self.values)]
+        used = [[plane[..., : self.offset, :] for plane in planes] for planes in (self.keys, self.values)]
         return used[0], used[1]
 
     @property
@@ -158,7 +158,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
     @property
     def codecs(self) -> Codecs:
         assert self.keys is not None and self.values is not None, "an empty cache has no codecs"
-        key_dim, value_dim = (_dim(parts, self.turbo_bits) for parts in (self.keys, self.values))
+        key_dim, value_dim = (_dim(planes, self.turbo_bits) for planes in (self.keys, self.values))
         return _codecs(self._format, key_dim, value_dim, self.dtype)
 
     @property
@@ -216,7 +216,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*(self.keys or ()), *(self.values or ())))
+        return sum(plane.nbytes for plane in (*(self.keys or ()), *(self.values or ())))
 
 
 def to_turbo(prompt_cache: list[Any], bits: int = 4) -> None:
@@ -243,8 +243,8 @@ def _codecs(form: KVFormat, key_dim: int, value_dim: int, dtype: mx.Dtype) -> Co
     return Codecs(form.keys(key_dim, dtype), form.values(value_dim, dtype))
 
 
-def _dim(parts: Parts, bits: int) -> int:
-    return parts[0].shape[3] * 8 // bits
+def _dim(planes: Planes, bits: int) -> int:
+    return planes[0].shape[3] * 8 // bits
 
 
 def _bias(mask: Mask, tokens: int, length: int) -> mx.array | None:
