@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import OneKVError
+from ..figures import PoolStats
 from ..layout import Group, KVLayer
 
 
@@ -246,6 +247,22 @@ class Pool:
         heads, _, dim = array.shape
         rows = mx.arange(heads) * self.blocks + block
         return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            group=str(self.group.rule),
+            layers=len(self.group.layers),
+            block_bytes=self.block_bytes,
+            blocks=self.blocks,
+            held=self.held,
+            peak_held=self.peak_held,
+            idle=self.idle,
+            peak_idle=self.peak_idle,
+            pinned=int((self.pinned & (self.references == 0)).sum()),
+            free=self.free,
+            reserved=self.reserved,
+            available=self.available,
+        )
 
     def check_integrity(self, held: list[int], cached: list[int], reserved: int) -> None:
         """Compare with the block ids of all tables (once per table that holds it) and of the prefix cache, and with
