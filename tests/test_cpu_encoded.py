@@ -76,7 +76,7 @@ def test_a_row_gives_the_same_alone_and_beside_others():
     for row, length in enumerate(together.lengths):
         alone = Case(*shape)
         step, table = alone.step, alone.tables[row]
-        step.__init__([table], [length - 1], 1, None)
+        step.__init__([table], [length - 1], [1], None)
         alone.queries, alone.new = alone.queries[row : row + 1], tuple(new[row : row + 1] for new in alone.new)
         assert mx.array_equal(decode(alone, rope)[0], out[row])
 
