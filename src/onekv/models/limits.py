@@ -4,6 +4,8 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from .build import require_mlx
+
 _WANTED = 2048
 
 
@@ -28,5 +30,6 @@ def open_file_limit_kept() -> Iterator[None]:
 
 def import_mlx_lm() -> None:
     """Imports mlx_lm with the open-file limit kept; to be called before anything else imports it."""
+    require_mlx()
     with open_file_limit_kept():
         import mlx_lm.utils  # noqa: F401

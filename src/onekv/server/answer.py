@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from ..engine import Delta, End, Event
 from ..errors import OneKVError, OverloadedError
 from ..inbox import ClientGoneError, Inbox
-from .backend import Backend, Prompt
+from .backend import Backend, Generation
 from .deltas import Finish, TypedDelta
 from .errors import BadRequestError, for_client
 
@@ -48,9 +48,9 @@ class Choice(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be generated; one choice for each."""
+    """What is to be generated; `choices` are as many."""
 
-    prompts: list[Prompt]
+    generations: list[Generation]
     choices: list[Choice]
 
 
@@ -98,7 +98,7 @@ class AnswerResponse(Response):
         except BadRequestError as error:
             error.field = self._answer.fields.get(error.field or "", error.field)
             raise
-        with self._backend.generate(prepared.prompts) as inbox:
+        with self._backend.generate(prepared.generations) as inbox:
             listening = asyncio.create_task(_listen(receive, inbox))
             try:
                 if self._stream:
@@ -110,7 +110,7 @@ class AnswerResponse(Response):
         await JSONResponse(self._answer.whole(said))(scope, receive, send)
 
     async def _send_frames(self, prepared: Prepared, inbox: Inbox, send: Send) -> None:
-        text = "".join(self._answer.begin(len(prepared.prompts[0].tokens)))
+        text = "".join(self._answer.begin(len(prepared.generations[0].tokens)))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         rendering = _Rendering(self._answer, prepared.choices)
         now = asyncio.get_running_loop().time

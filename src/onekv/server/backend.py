@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Generation:
     """One generation to start. Without `max_tokens` it may go on to the backend's default, or as far as fits."""
 
     tokens: list[int]
@@ -102,10 +102,10 @@ class Backend:
         return wanted if wanted is not None else min(room, self.default_max_tokens)
 
     @contextmanager
-    def generate(self, prompts: list[Prompt]) -> Iterator[Inbox]:
-        """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
+    def generate(self, generations: list[Generation]) -> Iterator[Inbox]:
+        """Start all `generations` or none; whatever has not ended when the block is left is cancelled."""
         try:
-            requests = [self._request(prompt) for prompt in prompts]
+            requests = [self._request(generation) for generation in generations]
             inbox, jobs = self.engine.submit(requests, [self.metrics.observe(request) for request in requests])
         except OneKVError as error:
             self.metrics.refused(error)
@@ -117,10 +117,10 @@ class Backend:
             if left:
                 self.thread.cancel(left)
 
-    def _request(self, prompt: Prompt) -> Request:
-        count = self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp)
-        sampling = replace(prompt.sampling, stop=prompt.stops, logprobs=prompt.top_logprobs)
-        return Request(prompt.tokens, count, sampling, salt=prompt.salt, constraint=prompt.constraint)
+    def _request(self, wanted: Generation) -> Request:
+        count = self.max_tokens(len(wanted.tokens), wanted.max_tokens, wanted.clamp)
+        sampling = replace(wanted.sampling, stop=wanted.stops, logprobs=wanted.top_logprobs)
+        return Request(wanted.tokens, count, sampling, salt=wanted.salt, constraint=wanted.constraint)
 
     async def call(self, function: Callable[[LLM], Result]) -> Result:
         """Run `function` in the engine's thread, between two steps. Raises OverloadedError where that has ended."""

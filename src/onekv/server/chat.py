@@ -10,7 +10,7 @@ from collections.abc import Container
 
 from ..engine import Delta, End
 from .answer import Prepared
-from .backend import Backend, Prompt
+from .backend import Backend, Generation
 from .call import ChatCall
 from .constrain import constraint_for
 from .deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
@@ -50,8 +50,8 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
     rendered = render(backend, call)
     constraint = constraint_for(backend, call, rendered.thinking)
     markers = markers_of(backend.tokenizer, call)
-    prompts = [
-        Prompt(
+    generations = [
+        Generation(
             rendered.tokens,
             call.max_tokens,
             call.sampling.of_answer(index),
@@ -63,5 +63,5 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
         )
         for index in range(call.n)
     ]
-    choices = [ChatChoice(Splitter(markers, rendered.thinking), backend.llm.stop_tokens) for _ in prompts]
-    return Prepared(prompts, [*choices])
+    choices = [ChatChoice(Splitter(markers, rendered.thinking), backend.llm.stop_tokens) for _ in generations]
+    return Prepared(generations, [*choices])

@@ -18,7 +18,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,7 +123,7 @@ class Clock:
 
     def today(self) -> str:
         """The day (UTC) that writes are counted for."""
-        return datetime.fromtimestamp(self.now(), timezone.utc).date().isoformat()
+        return datetime.fromtimestamp(self.now(), UTC).date().isoformat()
 
 
 FILES = Files()

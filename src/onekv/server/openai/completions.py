@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ...engine import Delta, End
 from ...errors import OneKVError
 from ..answer import Answer, AnswerResponse, Prepared, frame
-from ..backend import Backend, Prompt
+from ..backend import Backend, Generation
 from ..deltas import Finish, TextDelta, TypedDelta
 from ..errors import BadRequestError, openai_body
 from .common import DONE, TokenTexts, fingerprint, finite, new_id, usage
@@ -36,8 +36,8 @@ def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
         asked = f"{len(body.prompt)} prompts with n = {n}"
         raise BadRequestError(f"{asked} are more than {MAX_GENERATIONS} generations", "n")
     sampling = body.sampling(backend.llm.vocabulary)
-    prompts = [
-        Prompt(
+    generations = [
+        Generation(
             tokens,
             body.max_tokens or DEFAULT_MAX_TOKENS,
             sampling.of_answer(index),
@@ -48,7 +48,7 @@ def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
         for tokens in map(backend.encode, body.prompt)
         for index in range(n)
     ]
-    return Prepared(prompts, [_PlainChoice() for _ in prompts])
+    return Prepared(generations, [_PlainChoice() for _ in generations])
 
 
 class _PlainChoice:
