@@ -75,7 +75,12 @@ def test_a_batch_comes_as_it_is_generated(expected):
 
 def test_cancelling_the_task_aborts_its_request(expected):
     async def work(llm):
-        for call in (lambda: llm.generate(PROMPTS[:2], 200), lambda: everything(llm.stream(PROMPTS[0], 200))):
+        kept = []
+        for call in (
+            lambda: llm.generate(PROMPTS[:2], 200),
+            lambda: everything(llm.stream(PROMPTS[0], 200)),
+            lambda: everything(kept.append(llm.stream(PROMPTS[0], 200)) or kept[0]),
+        ):
             started = llm.stream(PROMPTS[2], 12)
             task = asyncio.create_task(call())
             while not (await llm.call(LLM.stats)).running:
@@ -209,16 +214,17 @@ def test_what_came_while_the_loop_was_busy_is_handed_over_at_once(expected):
     async def work(llm):
         loop, wakes = asyncio.get_running_loop(), []
         wake = loop.call_soon_threadsafe
-        batch = llm.stream(PROMPTS, 12)
         loop.call_soon_threadsafe = lambda *call: (wakes.append(threading.current_thread().name), wake(*call))
+        batch, alone = llm.stream(PROMPTS[:2], 12), [llm.stream(each, 12) for each in PROMPTS[2:]]
         # The loop is kept from turning until all have ended.
         while llm.thread.open_jobs:
             time.sleep(0.01)
-        assert wakes in ([], ["onekv-engine"])
         del loop.call_soon_threadsafe
-        deltas = [index async for index, _ in batch]
-        assert sorted(deltas) == [0, 1, 2, 3]
-        assert [c.tokens for c in batch.completions] == expected
+        assert wakes == ["onekv-engine"]
+        assert [index async for index, _ in batch] == [0, 1]
+        for stream in alone:
+            assert len([delta async for delta in stream]) == 1
+        assert [c.tokens for c in (*batch.completions, *(stream.completion for stream in alone))] == expected
 
     with_llm(work)
 
