@@ -1,6 +1,10 @@
-"""Files up to 400 lines, functions up to 60, in src and tests; whatever is longer is listed here with its reason."""
+"""Files up to 400 lines, functions up to 60, in src and tests; whatever is longer is listed here with its reason.
+
+The direction of imports is checked by `make lint`; here, that CONTRIBUTING.md has the same map.
+"""
 
 import ast
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -54,3 +58,12 @@ def test_the_limits(tmp_path: Path) -> None:
     method = "    async def f():\n" + "        pass\n" * FUNCTION_LINES
     (tmp_path / "tests" / "over.py").write_text("class A:\n" + method)
     assert too_long(tmp_path) == {"src/over.cu": FILE_LINES + 1, "tests/over.py f": FUNCTION_LINES + 1}
+
+
+def test_the_map_of_rooms_is_the_contract() -> None:
+    contract, memory = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    drawn = section.split("```")[1].strip().splitlines()
+    assert [line.partition("  ")[0] for line in drawn] == contract["layers"]
+    inside = section.partition("Inside memory, ")[2].partition(". ")[0]
+    assert [layer for layer in inside.split("`") if layer in memory["layers"]] == memory["layers"]
