@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test wheel-test lint format clean
+.PHONY: demo serve test wheel-test lint format docs clean
 
 # Installed again whenever the requirements change.
 $(VENV)/installed: pyproject.toml
@@ -35,6 +35,9 @@ lint: $(VENV)/installed  ## style, types, direction of imports
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/installed  ## write the tables of settings in README.md and docs from their definitions
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -34,7 +34,8 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
 
     yield start
     for each in opened:
-        each.close()
+        each.close(force=True)
+    assert not any("Traceback" in each.seen.getvalue() for each in opened)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ class Case:
         self.arrays.all[:] = [*stored.keys.encode(rows[0]), *stored.values.encode(rows[1])]
         self.tables = tables_of(pool, lengths)
         mx.eval(self.arrays.all)
-        self.step = GroupStep(self.tables, [n - 1 for n in lengths], 1, None)
+        self.step = GroupStep(self.tables, [n - 1 for n in lengths], [1] * len(lengths), None)
         self.queries = mx.random.normal((len(lengths), HEADS * shared, 1, dim)).astype(dtype)
         self.sinks = mx.random.normal((HEADS * shared,)).astype(dtype) if with_sinks else None
         self.new = tuple(mx.random.normal((len(lengths), HEADS, 1, dim)).astype(dtype) for _ in range(2))

@@ -13,7 +13,7 @@ from typing import Any
 
 from onekv import LLM
 from onekv.bench.quality import alice
-from onekv.engine import Request
+from onekv.engine import Request, Sampling
 
 MODEL = "smollm2-135m"
 FORMATS = ("auto", "q8", "k8v4", "q4", "tq4")
@@ -35,7 +35,7 @@ class Difference:
 
 
 def run(llm: LLM, prompts: list[list[int]], count: int, together: bool = False) -> list[Request]:
-    requests = [Request(prompt, count, top_logprobs=20) for prompt in prompts]
+    requests = [Request(prompt, count, Sampling(logprobs=20)) for prompt in prompts]
     for request in requests:
         llm.engine.submit(request)
         while not (together or llm.engine.idle):

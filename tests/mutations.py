@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onekv.engine.engine import Engine
-from onekv.engine.thread import EngineThread
+from onekv.engine.jobs import Jobs
 from onekv.memory.kv import KVMemory
 from onekv.memory.pool import Pool
 from onekv.memory.pool.blocks import Blocks
@@ -100,7 +100,7 @@ MUTATIONS = {
         Engine, "_on_behalf_of", "self.runner.settle()", "self._changed.clear()\n        self.runner.settle()"
     ),
     "an end is told twice": Mutation(
-        EngineThread,
+        Jobs,
         "_report",
         "self._jobs.pop(request)",
         "self._jobs[request] if request.cached_tokens else self._jobs.pop(request)",

@@ -1,13 +1,10 @@
 """`onekv cache` as a person meets it, on folders that a real disk tier filled."""
 
-import fcntl
 import json
 import os
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent / "tiers"))
 
 from disk_parts import files, open_tier, store
 
-from onekv.cache_cli import ago
 from onekv.cli import main
+from onekv.cli.cache_folder import ago
 from terminal import PATIENCE, UNINTERRUPTED
 from test_cli import ONEKV, refused
 
@@ -227,11 +224,9 @@ def test_a_damaged_index_is_named_by_ls_and_repaired_by_verify(run, folder):
 
 def test_verify_shows_its_progress_on_a_terminal_alone(folder, terminal):
     checking = terminal(ONEKV, "cache", "verify", "--disk-cache", str(folder))
-    # A new terminal has no columns, and so no room for a bar.
-    fcntl.ioctl(checking.end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    checking.expect("checking: ")
-    checking.expect("15/15")
-    checking.expect("all are sound")
+    checking.until("checking: ")
+    checking.until("15/15")
+    checking.until("all are sound")
 
 
 # Emptying
@@ -267,20 +262,17 @@ def test_clear_of_an_unknown_model_removes_nothing(run, folder, name, text):
 )
 def test_clear_asks_on_a_terminal(folder, terminal, keys, status, left):
     clearing = terminal(ONEKV, "cache", "clear", "--disk-cache", str(folder), "--model", "big")
-    assert "big" in clearing.expect("? [y/N] ")
+    assert "big" in clearing.until("? [y/N] ")
     time.sleep(0.3)
-    clearing.type(keys)
-    while clearing.read():
-        pass
-    assert "Traceback" not in clearing.seen
-    assert clearing.process.wait(PATIENCE) == status
+    clearing.send(keys)
+    assert clearing.end() == status
     assert len(files(folder)) == left
 
 
 def test_clear_does_not_ask_for_a_folder_in_use(folder, terminal):
     with in_use(folder) as server:
         clearing = terminal(ONEKV, "cache", "clear", "--disk-cache", str(folder))
-        assert "[y/N]" not in clearing.expect(f"(pid {server.pid})")
+        assert "[y/N]" not in clearing.until(f"(pid {server.pid})")
         server.stdin.close()
 
 

@@ -3,19 +3,26 @@
 import io
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from onekv import __version__
-from onekv.cli import main
-from terminal import PATIENCE, UNINTERRUPTED
+from onekv.cli import COMMANDS, main
+from onekv.cli.bench import SERVER, SERVERS_NEED
+from onekv.config import tomllib
+from terminal import PATIENCE, UNINTERRUPTED, Terminal
 
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+# Those that `SERVERS_NEED` is not about.
+BENCHES = ("decode", "reuse", "disk", "index", "quality", "formats", "mlx_lm")
 ONEKV = str(Path(sysconfig.get_path("scripts")) / "onekv")
 
 pytestmark = pytest.mark.usefixtures("smollm2_path")
@@ -50,7 +57,22 @@ def refused(result: tuple[int, str, str]) -> str:
 # Help
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "plan", "demo", "bench", "bench decode", "bench mlx-lm"])
+def test_help_and_version_import_no_mlx():
+    """In a process of its own, where nothing else has imported it."""
+    code = (
+        "import sys; from onekv.cli import COMMANDS, main\n"
+        "for argv in (['--version'], ['--help'], *([name, '--help'] for name in COMMANDS if name != 'mlx-server')):\n"
+        "    try: main(argv)\n"
+        "    except SystemExit as exit: assert not exit.code, argv\n"
+        "    assert not {'mlx', 'mlx_lm', 'numpy', 'transformers'} & set(sys.modules), argv"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name != "mlx-server"] + ["bench decode", "bench mlx-lm", "bench soak"]
+)
 def test_help_has_an_example(run, command):
     status, out, _ = run(*command.split(), "--help")
     assert status == 0
@@ -71,9 +93,8 @@ def test_help_of_the_mlx_server_has_both_programs_flags():
 def test_help_lists_the_commands_and_examples(run):
     status, out, _ = run("--help")
     assert status == 0
-    for command in ("generate", "chat", "plan", "demo", "bench"):
-        assert f"\n    {command} " in out
-    assert "\n    mlx-server" in out
+    for command in COMMANDS:
+        assert re.search(f"\n    {command}[ \n]", out)
     assert "examples:\n  onekv chat" in out
 
 
@@ -217,50 +238,50 @@ def test_chat_goes_on_after_a_question_that_does_not_fit(run, monkeypatch):
     assert "raise --kv-memory (now 7.63 MiB); /new starts over" in err
 
 
+def ask(chat: Terminal, question: str) -> str:
+    chat.sendline(question)
+    chat.until(question + "\r\n")
+    return chat.until("\r\n> ")
+
+
 def test_chat_in_a_terminal(terminal):
     """Answers stream; Ctrl-C stops an answer and not the program; /new forgets; Ctrl-D leaves."""
     chat = terminal(ONEKV, "chat", "--kv-memory", "64MiB", "--max-tokens", "300")
-    chat.expect("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
-    chat.expect("> ")
+    chat.until("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
+    chat.until("> ")
     question = "What is the capital of France?"
-    first = chat.ask(question)
+    first = ask(chat, question)
     assert "Paris" in first
 
     # Between printing its prompt and reading, Python's input() does not notice Ctrl-C; no person is that fast.
     time.sleep(0.5)
-    chat.type("\x03")
-    chat.expect("\r\n> ")
+    chat.sendcontrol("c")
+    chat.until("\r\n> ")
 
     long = "Write a long story about a clockmaker."
-    chat.type(long + "\n")
-    chat.expect(long + "\r\n")
-    while len(chat.seen) < 20:
-        assert chat.read()
-    assert "> " not in chat.seen
-    chat.type("\x03")
-    chat.expect(" [stopped]\r\n> ")
+    chat.sendline(long)
+    chat.until(long + "\r\n")
+    chat.expect("(?s).{20}")
+    assert "> " not in chat.after
+    chat.sendcontrol("c")
+    chat.until(" [stopped]\r\n> ")
 
-    chat.type("/new\n")
-    chat.expect("/new\r\n> ")
-    assert chat.ask(question) == first
+    chat.sendline("/new")
+    chat.until("/new\r\n> ")
+    assert ask(chat, question) == first
 
-    chat.type("\x04")
-    while chat.read():
-        pass
-    assert "Traceback" not in chat.seen
-    assert chat.process.wait(PATIENCE) == 0
+    chat.sendcontrol("d")
+    assert chat.end() == 0
 
 
 def test_chat_in_a_terminal_takes_ctrl_c_also_where_it_was_ignored(terminal):
     chat = terminal(*UNINTERRUPTED, ONEKV, "chat", "--kv-memory", "32MiB")
-    chat.expect("\r\n> ")
+    chat.until("\r\n> ")
     time.sleep(0.5)
-    chat.type("\x03")
-    chat.expect("\r\n> ")
-    chat.type("\x04")
-    while chat.read():
-        pass
-    assert chat.process.wait(PATIENCE) == 0
+    chat.sendcontrol("c")
+    chat.until("\r\n> ")
+    chat.sendcontrol("d")
+    assert chat.end() == 0
 
 
 def test_ctrl_c_that_is_ignored_ends_nothing():
@@ -307,6 +328,36 @@ def test_bench_decode_writes_its_figures(run, tmp_path):
     for name in ("prefill_ratio", "decode_ratio", "prefill_tokens_per_s", "decode_mlx_lm"):
         assert math.isfinite(result[name])
         assert result[name] > 0
+
+
+def without(packages: Iterable[str], code: str) -> subprocess.CompletedProcess[str]:
+    """Python without these packages, as where they are not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({sorted(packages)!r})); {code}"
+    argv = [sys.executable, "-c", code]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+def required(requirements: list[str]) -> set[str]:
+    """The packages that are imported for `requirements`."""
+    return {re.split(r"[<>=; ]", each)[0].replace("-", "_") for each in requirements}
+
+
+@pytest.mark.parametrize("package", SERVERS_NEED)
+@pytest.mark.parametrize("bench", ["serve", "soak"])
+def test_a_benchmark_that_needs_more_packages_says_which(bench, package):
+    done = without([package], f"from onekv.cli import main; sys.exit(main(['bench', {bench!r}]))")
+    line = f"onekv: this benchmark needs {package}; install it with: pip install {SERVERS_NEED[package]}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+
+
+def test_the_other_benchmarks_need_the_core_install_alone():
+    extras = required(PROJECT["project"]["optional-dependencies"]["server"])
+    assert {name for name, source in SERVERS_NEED.items() if source == SERVER} == extras
+    # huggingface-hub and pypi-simple, which are of the core, bring these two.
+    more = (extras | required(PROJECT["dependency-groups"]["dev"]) | {"numba"}) - {"httpx2", "pydantic"}
+    modules = ", ".join(f"onekv.bench.{name}" for name in BENCHES)
+    done = without(more, f"import {modules}")
+    assert done.returncode == 0, done.stderr
 
 
 def test_demo_holds_three_turns_and_prints_a_table(run):

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onekv.config import DTYPES, Settings, add_arguments, flag, given_settings, read_file, variable
+from onekv.cli.options import add_settings, resolved
+from onekv.config import DTYPES, Settings, flag, read_file, variable
 from onekv.errors import SettingError
+from onekv.server.settings import ServerSettings
 
 NAMES = [f.name for f in fields(Settings)]
 # Per setting: what is typed, what it becomes, and another value.
@@ -42,10 +44,10 @@ def _no_variables(monkeypatch):
         monkeypatch.delenv(variable(name), raising=False)
 
 
-def parse(*argv: str) -> dict[str, Any]:
+def parse(*argv: str) -> Settings:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    add_arguments(parser)
-    return given_settings(parser.parse_args(argv))
+    add_settings(parser)
+    return resolved(Settings, parser.parse_args(argv))
 
 
 def test_counts_are_checked_by_default_in_development():
@@ -65,10 +67,10 @@ def test_field_flag_and_variable_give_the_same(name, monkeypatch):
     text, value, _ = VALUES[name]
     by_field = Settings.resolve({name: value})
     assert getattr(by_field, name) == value != getattr(Settings(), name)
-    assert Settings.resolve(parse(flag(name), text)) == by_field
+    assert parse(flag(name), text) == by_field
     monkeypatch.setenv(variable(name), text)
     assert Settings.resolve({}) == by_field
-    assert Settings.resolve(parse()) == by_field
+    assert parse() == by_field
 
 
 def test_how_they_are_spelled():
@@ -91,7 +93,7 @@ def test_the_call_wins_over_the_variable_and_that_over_the_default(name, monkeyp
 @pytest.mark.parametrize("name", NAMES)
 def test_help_names_flag_and_variable(name):
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_settings(parser)
     text = parser.format_help()
     assert flag(name) in text
     assert variable(name) in text
@@ -111,7 +113,7 @@ def test_a_text_means_the_same_in_every_place(name, monkeypatch):
     assert getattr(by_keyword, name) == value
     assert type(getattr(by_keyword, name)) is type(value)
     assert Settings(**{name: text}) == by_keyword
-    assert Settings.resolve(parse(flag(name), text)) == by_keyword
+    assert parse(flag(name), text) == by_keyword
     assert Settings.resolve({}, {name: text}) == Settings.resolve({}, {name: value}) == by_keyword
     monkeypatch.setenv(variable(name), text)
     assert Settings.resolve({}, {name: other}) == by_keyword
@@ -170,6 +172,34 @@ def test_a_value_of_another_type_is_refused_with_its_name(name, value, text):
         Settings.resolve({}, {name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("port", 70000, "--port is 70000; it must be a whole number from 0 to 65535"),
+        ("port", "http", "--port is 'http'; it must be a whole number from 0 to 65535"),
+        ("max_waiting", -1, "--max-waiting is -1; it must be a whole number of at least 0"),
+        ("max_wait", 0, "--max-wait is 0; it must be a whole number of at least 1"),
+        ("log_level", "loud", "--log-level is 'loud'; it must be one of error, warning, info, debug"),
+        ("max_body", "50%", "--max-body='50%': a percentage has no meaning here; write bytes like 4GiB"),
+    ],
+)
+def test_settings_of_the_server_are_checked_alike(name, value, text, monkeypatch):
+    with pytest.raises(SettingError) as caught:
+        ServerSettings(**{name: value})
+    assert str(caught.value) == text
+    monkeypatch.setenv(variable(name), str(value))
+    with pytest.raises(SettingError, match=variable(name)):
+        ServerSettings.resolve({})
+
+
+@pytest.mark.parametrize("kind", [Settings, ServerSettings])
+def test_every_setting_says_what_it_is_and_what_its_default_is(kind):
+    for each in kind.defined():
+        assert each.help and each.metavar and each.default_text, each.name
+        # A number that is not a port has a unit.
+        assert each.unit or type(each.default) is not int or each.name == "port"
+
+
 def test_a_folder_may_be_a_path():
     assert Settings(disk_cache=Path("some") / "where").disk_cache == "some/where"
 
@@ -178,7 +208,7 @@ def test_the_place_of_a_wrong_value_is_named(monkeypatch):
     with pytest.raises(SettingError, match="block_size in the TOML file=0 is not a whole number of at least 1"):
         Settings.resolve({}, {"block_size": 0})
     with pytest.raises(SettingError, match="--block-size is 'many'; it must be a whole number of at least 1"):
-        Settings.resolve(parse("--block-size", "many"))
+        parse("--block-size", "many")
     monkeypatch.setenv("ONEKV_KV_MEMORY", "lots")
     with pytest.raises(SettingError, match="ONEKV_KV_MEMORY='lots' is not a size"):
         Settings.resolve({})

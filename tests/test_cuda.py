@@ -53,7 +53,7 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
     arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
     tables = tables_of(pool, lengths)
-    step = GroupStep(tables, [n - 1 for n in lengths], 1, None)
+    step = GroupStep(tables, [n - 1 for n in lengths], [1] * len(lengths), None)
     queries = mx.random.normal((len(lengths), heads * shared, 1, k_dim)).astype(dtype)
     sinks = mx.random.normal((heads * shared,)).astype(dtype) if with_sinks else None
     reach = step.reach(None)

@@ -9,7 +9,7 @@ from onekv import LLM
 from onekv.errors import SettingError
 from onekv.memory import attention, formats
 from onekv.memory.attention import Backend
-from onekv.memory.formats import Codec, Factors, Part, parse
+from onekv.memory.formats import Codec, Factors, Plane, parse
 from stock import small_llama
 
 LAYERS, HEADS, DIM, COUNT = 3, 2, 64, 24
@@ -52,18 +52,18 @@ class Absmax(Codec):
 
     def __init__(self, dim: int) -> None:
         self.name, self.dim = "absmax8-1", dim
-        self.parts = (Part("q", dim, mx.int8), Part("scale", 1, mx.float16))
+        self.planes = (Plane("q", dim, mx.int8), Plane("scale", 1, mx.float16))
 
     def encode(self, rows):
         scale = mx.maximum(mx.abs(rows.astype(mx.float32)).max(axis=-1, keepdims=True) / 127, 1e-6)
         scale = scale.astype(mx.float16)
         return mx.clip(mx.round(rows / scale.astype(mx.float32)), -127, 127).astype(mx.int8), scale
 
-    def read(self, parts, dtype):
-        return parts[0].astype(dtype)
+    def read(self, planes, dtype):
+        return planes[0].astype(dtype)
 
-    def factors(self, parts):
-        return Factors(parts[1][..., 0].astype(mx.float32))
+    def factors(self, planes):
+        return Factors(planes[1][..., 0].astype(mx.float32))
 
     def rotate(self, rows):
         return rows

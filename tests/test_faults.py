@@ -46,7 +46,7 @@ def test_who_ended_before_another_ones_prompt_fails_gets_its_last_token_and_its_
             assert jobs[0].request.tokens == expected
             assert len(jobs[0].text) == answer
             assert isinstance(ends[1], RequestFailedError)
-            assert running.thread._open == 0
+            assert running.thread.open_jobs == 0
 
 
 def test_an_exception_during_admission_ends_that_request_alone():
@@ -86,7 +86,7 @@ def test_a_consumer_that_raises_loses_its_own_request_alone():
         assert good.request.tokens == expected
         running.thread.call(lambda engine: engine.check_integrity()).result(60)
         assert deaf.request.finish_reason == "cancelled"
-        assert running.thread._open == 0
+        assert running.thread.open_jobs == 0
 
 
 class BadConstraint:
@@ -172,6 +172,6 @@ def test_an_engine_that_cannot_go_on_ends_every_job():
     assert isinstance(late.result(), OneKVError)
     running.thread._thread.join(60)
     assert not running.thread.alive
-    assert running.thread._open == 0
+    assert running.thread.open_jobs == 0
     with pytest.raises(queue.Empty):
         talker.events.get_nowait()

@@ -8,7 +8,7 @@ import pytest
 
 from architectures import KINDS, build
 from onekv.config import Settings
-from onekv.engine import Engine
+from onekv.engine import Engine, Sampling
 from onekv.errors import SettingError, UnsupportedLayerError
 from onekv.memory.attention.turns import UNIT
 from onekv.memory.formats import names
@@ -83,7 +83,7 @@ def test_logits_are_near_those_of_plain_kv(kv_format, tolerance, llama):
     prompt = tokens(200, 3)
     expected = stock_logits(llama, prompt, len(prompt), 64)[-1]
     engine = make_engine(llama, kv_format)
-    (request,) = run(engine, [prompt], count=1, top_logprobs=20)
+    (request,) = run(engine, [prompt], count=1, sampling=Sampling(logprobs=20))
     probabilities = mx.softmax(expected)
     logs = mx.log(probabilities)
     shown = request.logprobs[0].top

@@ -1,5 +1,6 @@
 """The library's front on the real default model: same tokens as mlx-lm, clear errors, nothing left behind."""
 
+import re
 from pathlib import Path
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from mlx_lm.generate import generate_step
 
 from onekv import LLM, OneKVError
 from onekv.errors import MemoryBudgetError, PromptError, SettingError, TooLongError
+from onekv.llm import Freed, Probe
 from onekv.memory.pool import IntegrityError
 
 PROMPTS = (
@@ -241,3 +243,65 @@ def test_with_check_integrity_all_blocks_are_counted_after_a_call(llm, how):
         else:
             call()
     assert llm.settings.check_integrity
+
+
+def test_a_batch_streams_with_the_index_of_each_prompt(llm):
+    expected = [completion.text for completion in llm.generate(list(PROMPTS[:3]), max_tokens=10)]
+    batch = llm.stream(list(PROMPTS[:3]), max_tokens=10)
+    texts, order = ["", "", ""], []
+    for index, delta in batch:
+        texts[index] += delta
+        order.append(index)
+    assert texts == expected == [completion.text for completion in batch.completions]
+    # The first has not ended when the last begins.
+    assert len(order) - 1 - order[::-1].index(0) > order.index(2)
+    with llm.stream(list(PROMPTS[:3]), max_tokens=64) as batch:
+        next(batch)
+    assert [completion.finish_reason for completion in batch.completions] == ["cancelled"] * 3
+    assert llm.stats().pools[0].held == 0
+
+
+def test_closing_the_llm_ends_its_streams(llm):
+    other = LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB")
+    stream = other.stream(PROMPTS[0], max_tokens=64)
+    text = next(stream)
+    other.close()
+    assert "".join([text, *stream]) == stream.completion.text
+    assert stream.completion.finish_reason == "cancelled"
+    stream.close()
+
+
+def test_a_probe_says_what_is_cached_and_clearing_what_was_freed(llm):
+    with LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB", block_size=16) as other:
+        prompt = list(range(100, 150))
+        assert other.probe(prompt) == Probe(50, 0, 0, "never seen")
+        completion = other.generate(prompt, max_tokens=2)
+        assert completion.cached_tokens == 0
+        found = other.probe([*prompt, 7, 8])
+        assert (found.tokens, found.cached, found.cached_in_memory) == (52, 50, 50)
+        assert other.probe(prompt, salt="another").cached == 0
+        pool = other.stats().pools[0]
+        freed = other.clear_cache()
+        assert freed == Freed(pool.idle, pool.idle * pool.block_bytes)
+        assert freed.blocks == 4
+        assert other.probe(prompt).cached == 0
+        assert other.clear_cache() == Freed(0, 0)
+    with LLM(llm.model, tokenizer=llm.tokenizer, kv_memory="32MiB", prefix_cache=False) as other:
+        assert other.probe("Hello").reason == "the prefix cache is off"
+        assert other.clear_cache() == Freed(0, 0)
+
+
+def test_reprs_fit_a_notebook(llm):
+    assert re.fullmatch(r"LLM\(smollm2-135m, KV pool [\d.]+ MiB for 2,880 tokens, 8 at a time, on .+\)", repr(llm))
+    completion = llm.generate(PROMPTS[4], max_tokens=40)
+    shown = repr(completion)
+    assert shown.startswith("Completion('") and len(shown) < 160
+    assert re.search(r"40 tokens, length, after \d+(, \d+ of them cached)?\)$", shown)
+    stats = repr(llm.stats())
+    assert 3 < len(stats.splitlines()) < 7
+    assert all(len(line) < 120 for line in stats.splitlines())
+    for text in ("0 running, 0 waiting", "KV pool ", "full attention: 45 blocks of 2.81 MiB: 0 held", "tokens reused"):
+        assert text in stats
+    closed = LLM(llm.model, kv_memory="32MiB")
+    closed.close()
+    assert repr(closed) == "LLM(mlx_lm.models.llama, closed)"

@@ -25,7 +25,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = packages_distributions()
 
 # Which extra the modules of a room may import when they are imported themselves; all others have the core alone.
-ROOMS = {"server": "server", "memory/attention/numba/kernel.py": "cpu", "memory/cpu_kernel.py": "cpu"}
+ROOMS = {"server": "server", "memory/attention/numba/kernel.py": "cpu"}
 # Which group of development tools a room may import inside functions.
 TOOLS = {"bench": "dev"}
 # Needed although nothing imports them.

@@ -2,18 +2,21 @@
 
 import json
 import re
-from dataclasses import fields
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from onekv.config import Settings, flag, variable
+from onekv.config import Settings, flag
+from onekv.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 MIB = 2**20
+DOCS = runpy.run_path(str(ROOT / "docs" / "generate.py"))
+TABLES, generated = DOCS["TABLES"], DOCS["generated"]
 
 
 def recorded(name: str) -> Any:
@@ -109,10 +112,14 @@ def test_the_decode_rows_of_the_benchmarks_page():
 
 def test_the_benchmarks_page_lists_every_file():
     files = {path.name for path in (ROOT / "benchmarks").iterdir()} - {"README.md"}
-    assert set(re.findall(r"^\| (\S+\.(?:json|md)) \|", BENCHMARKS, re.MULTILINE)) == files
+    assert set(re.findall(r"^\| (\S+\.(?:json|md|py)) \|", BENCHMARKS, re.MULTILINE)) == files
 
 
-def test_the_settings_table_has_every_setting():
-    rows = re.findall(r"^\| `(\w+)` \| `(\S+)` \| `(\w+)` \| .+ \|$", section("Settings"), re.MULTILINE)
-    names = [f.name for f in fields(Settings)]
-    assert sorted(rows) == sorted((name, flag(name), variable(name)) for name in names)
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_settings_are_those_of_the_definitions(name):
+    assert (ROOT / name).read_text() == generated(name), "run `make docs`"
+
+
+def test_every_setting_is_in_a_table():
+    flags = re.findall(r"^\| `(--[a-z-]+) ", "".join((ROOT / name).read_text() for name in TABLES), re.MULTILINE)
+    assert set(flags) == {flag(name) for name in (*Settings.names(), *ServerSettings.names())}

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from architectures import VOCAB, build
-from onekv.engine import End, Engine, EngineThread, Job, Piece, Request, Sampling, TextOutput
+from onekv.engine import Delta, End, Engine, EngineThread, Job, Request, Sampling, TextOutput
 from onekv.errors import OneKVError, OverloadedError, RequestFailedError, TooLongError
 from test_prefix_exact import make_engine, run, tokens
 
@@ -48,7 +48,7 @@ class Collected:
     def result(self) -> End | OneKVError:
         while True:
             event = self.events.get(timeout=60)
-            if not isinstance(event, Piece):
+            if not isinstance(event, Delta):
                 return event
             self.text += event.text
 
@@ -341,7 +341,7 @@ def test_logprobs_are_the_models_own():
     model = build("llama")
     engine = make_engine(model)
     prompt = tokens(20, 1)
-    request = run(engine, [prompt], 5, top_logprobs=3, sampling=Sampling(temperature=1.5, seed=3))[0]
+    request = run(engine, [prompt], 5, sampling=Sampling(temperature=1.5, seed=3, logprobs=3))[0]
     logits = model(mx.array([prompt + request.tokens]))[0, len(prompt) - 1 : -1].astype(mx.float32)
     wanted = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     assert len(request.logprobs) == 5

@@ -9,10 +9,23 @@ from .models.build import overwritten_build as _overwritten_build
 from .models.build import require_mlx as _require_mlx
 
 if TYPE_CHECKING:
-    from .llm import LLM, Completion, Stats, Stream
+    from .async_llm import AsyncBatchStream, AsyncLLM, AsyncStream
+    from .llm import LLM, BatchStream, Completion, Sampling, Stats, Stream
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "OneKVError", "Stats", "Stream", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncBatchStream",
+    "AsyncLLM",
+    "AsyncStream",
+    "BatchStream",
+    "Completion",
+    "OneKVError",
+    "Sampling",
+    "Stats",
+    "Stream",
+    "__version__",
+]
 
 # Before anything imports MLX: it links its matrix products when it is loaded.
 for _missing in (_overwritten_build(), _ensure_fast_blas()):
@@ -22,9 +35,13 @@ for _missing in (_overwritten_build(), _ensure_fast_blas()):
 
 def __getattr__(name: str) -> Any:
     """MLX and its models are imported when they are first used: a command's help does not need them."""
-    if name in ("LLM", "Completion", "Stats", "Stream"):
-        _require_mlx()
-        from . import llm
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _require_mlx()
+    if name.startswith("Async"):
+        from . import async_llm
 
-        return getattr(llm, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(async_llm, name)
+    from . import llm
+
+    return getattr(llm, name)

@@ -1,13 +1,15 @@
-"""One settings object: a field, a command-line flag and an ONEKV_ variable are one thing.
+"""Settings: each is defined once, as a field; keyword, flag, variable, TOML name, `--help` and the tables come from it.
 
 `kv_memory` is `LLM(kv_memory=...)`, `--kv-memory` and `ONEKV_KV_MEMORY`. What is given in the call or on the command
 line wins over the variable, the variable over the TOML file (`--config`, where there is one), that over the default.
 
 Wherever a value comes from, text or typed, the setting's own `Convert` makes it what the field holds or refuses it:
 `hot_only="off"` means what `--hot-only off` means. None is "not given" everywhere.
+
+Not pydantic-settings: importing it takes longer than all of `onekv --help`, and its errors do not know whether a value
+came from a flag, a variable or a file. What is below would mostly stay.
 """
 
-import argparse
 import difflib
 import operator
 import os
@@ -27,7 +29,9 @@ DISK_POLICIES = ("write_back", "write_through")
 AUTO = "auto"
 
 # From a value, and where it was given, to what the field holds. Raises SettingError.
-Convert = Callable[[Any, str], Any]
+Value = TypeVar("Value")
+Default = TypeVar("Default")
+Convert = Callable[[Any, str], Value]
 
 
 def refuse(value: Any, where: str, wanted: str) -> NoReturn:
@@ -45,9 +49,11 @@ def on_or_off(value: Any, where: str) -> bool:
     return switches[spelled]
 
 
-def whole(least: int | None = None) -> Convert:
-    """A whole number: an integer of any type, or its digits."""
-    wanted = "a whole number" + (f" of at least {least}" if least is not None else "")
+def whole(least: int | None = None, most: int | None = None) -> Convert[int]:
+    """A whole number: an integer of any type, or its digits. `most` needs `least`."""
+    wanted = "a whole number"
+    if least is not None:
+        wanted += f" of at least {least}" if most is None else f" from {least} to {most}"
 
     def convert(value: Any, where: str) -> int:
         try:
@@ -56,7 +62,7 @@ def whole(least: int | None = None) -> Convert:
             number = int(value) if isinstance(value, str) else operator.index(value)
         except (TypeError, ValueError):
             refuse(value, where, wanted)
-        if least is not None and number < least:
+        if (least is not None and number < least) or (most is not None and number > most):
             refuse(number, where, wanted)
         return number
 
@@ -69,7 +75,7 @@ def text(value: Any, where: str) -> str:
     return str(value)
 
 
-def one_of(*names: str) -> Convert:
+def one_of(*names: str) -> Convert[str]:
     def convert(value: Any, where: str) -> str:
         if not isinstance(value, str) or value not in names:
             refuse(value, where, f"one of {', '.join(names)}")
@@ -78,7 +84,7 @@ def one_of(*names: str) -> Convert:
     return convert
 
 
-def size(shares: bool) -> Convert:
+def size(shares: bool) -> Convert[str | int]:
     """Bytes, as a number or a text; where `shares` is true also a percentage. A text stays as it is written."""
 
     def convert(value: Any, where: str) -> str | int:
@@ -97,13 +103,47 @@ def folder(value: Any, where: str) -> str:
     return path
 
 
-# Types may be named instead of what converts to them.
-_OF_TYPE: dict[Any, Convert] = {int: whole(), str: text}
+@dataclass(frozen=True)
+class Setting:
+    """What there is to say about one setting."""
+
+    name: str
+    default: Any
+    convert: Convert[Any]
+    # What it is for, in words that need no formatting.
+    help: str
+    metavar: str
+    # What a number counts; empty where there is none.
+    unit: str
+    # What applies where nothing is given and no value says it: None, or known only with a model or a device.
+    otherwise: str
+
+    @property
+    def default_text(self) -> str:
+        if self.otherwise:
+            return self.otherwise
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        if self.default is None:
+            return "none"
+        return counted(self.default, self.unit)
 
 
-def setting(default: Any, metavar: str, help: str, type: Any = str) -> Any:
-    """A field that is a flag and a variable too; `type` is its `Convert`, or int or str."""
-    return field(default=default, metadata={"metavar": metavar, "help": help, "convert": _OF_TYPE.get(type, type)})
+def counted(number: Any, unit: str) -> str:
+    """`1 token`, `64 tokens`, `8000`."""
+    return f"{number} {unit.removesuffix('s') if number == 1 else unit}".rstrip()
+
+
+def setting(
+    default: Default, convert: Convert[Value], help: str, *, metavar: str = "", unit: str = "", otherwise: str = ""
+) -> Default | Value:
+    """A field of a `SettingsBase`. The metavar of a number is its unit."""
+    said = {"convert": convert, "help": help, "metavar": metavar or unit.upper(), "unit": unit, "otherwise": otherwise}
+    return field(default=default, metadata=said)
+
+
+def switch(default: bool, help: str, otherwise: str = "") -> bool:
+    return setting(default, on_or_off, help, metavar="on|off", otherwise=otherwise)
 
 
 Kind = TypeVar("Kind", bound="SettingsBase")
@@ -114,113 +154,132 @@ class SettingsBase:
     """What all groups of settings have in common."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            held = f.default if value is None else f.metadata["convert"](value, flag(f.name))
-            object.__setattr__(self, f.name, held)
+        for each in self.defined():
+            value = getattr(self, each.name)
+            held = each.default if value is None else each.convert(value, flag(each.name))
+            object.__setattr__(self, each.name, held)
+
+    @classmethod
+    def defined(cls) -> list[Setting]:
+        return [Setting(f.name, f.default, **f.metadata) for f in fields(cls)]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]
 
     @classmethod
     def resolve(cls: type[Kind], given: dict[str, Any], file: dict[str, Any] | None = None) -> Kind:
         """Settings from `given` (None means not given), then the environment, then `file`, then the defaults."""
-        known = names(cls)
+        known = cls.names()
         unknown = [name for name in given if name not in known]
         if unknown:
             raise SettingError(f"unknown setting {unknown[0]!r}; {_known(unknown[0], known)}")
         values = {}
-        for f in fields(cls):
+        for each in cls.defined():
             for where, value in (
-                (flag(f.name), given.get(f.name)),
-                (variable(f.name), os.environ.get(variable(f.name)) or None),
-                (f"{f.name} in the TOML file", (file or {}).get(f.name)),
+                (flag(each.name), given.get(each.name)),
+                (variable(each.name), os.environ.get(variable(each.name)) or None),
+                (f"{each.name} in the TOML file", (file or {}).get(each.name)),
             ):
                 if value is not None:
-                    values[f.name] = f.metadata["convert"](value, where)
+                    values[each.name] = each.convert(value, where)
                     break
         return cls(**values)
 
 
 @dataclass(frozen=True)
 class Settings(SettingsBase):
+    """How a model is held in memory and on disk, and run."""
+
     kv_memory: str | int | None = setting(
         None,
-        "SIZE",
-        "bytes for the KV of all conversations, e.g. 512MB, 4GiB, or 50%% of the memory that is free; "
-        "default: half of what the weights leave free, at most what max_batch conversations of full length need",
         size(shares=True),
+        "bytes for the KV of all conversations, such as 512MB, 4GiB, or 50% of the memory that is free",
+        metavar="SIZE",
+        otherwise="half of what the weights leave free, at most what max_batch conversations of full length need",
     )
-    block_size: int = setting(64, "TOKENS", "tokens in one block of the KV pool; default 64", whole(1))
-    max_batch: int = setting(8, "N", "sequences that are generated at the same time; default 8", whole(1))
+    block_size: int = setting(64, whole(1), "tokens in one block of the KV pool", unit="tokens")
+    max_batch: int = setting(8, whole(1), "sequences that are generated at the same time", unit="sequences")
     prefill_chunk: int | None = setting(
-        None, "TOKENS", "tokens of a prompt in one step; default 512 on CPU, 2048 on GPU", whole(1)
+        None,
+        whole(1),
+        "tokens of a prompt in one step",
+        unit="tokens",
+        otherwise="512 tokens on CPU, 2048 on GPU",
     )
     decode_steps: int = setting(
-        1, "N", "tokens that running sequences get between two chunks of a waiting prompt; default 1", whole(1)
+        1, whole(1), "tokens that running sequences get between two chunks of a waiting prompt", unit="tokens"
     )
     max_kv_size: int | None = setting(
         None,
-        "TOKENS",
-        "keep at most this many tokens per conversation in full-attention layers "
-        "(the first 4 and the most recent); default: keep all",
         whole(1),
+        "tokens of a conversation that full-attention layers keep at most: the first 4 and the most recent",
+        unit="tokens",
+        otherwise="all tokens",
     )
-    prefix_cache: bool = setting(
-        True, "on|off", "keep what was computed and start later prompts from it; default on", on_or_off
-    )
+    prefix_cache: bool = switch(True, "keep what was computed and start later prompts from it")
     dtype: str | None = setting(
-        None, "TYPE", f"one of {', '.join(DTYPES)}; default float32 on CPU, else the model's own", one_of(*DTYPES)
+        None,
+        one_of(*DTYPES),
+        f"what the model computes in: {', '.join(DTYPES)}",
+        metavar="TYPE",
+        otherwise="float32 on CPU, else the model's own",
     )
     kv_format: str = setting(
         "auto",
-        "FORMAT",
+        text,
         "how keys and values are stored: auto (the model's own dtype), q8, q4, tq4, tq3, tq2, or one each for keys and "
-        "values such as k8v4; default auto",
+        "values such as k8v4",
+        metavar="FORMAT",
     )
     kv_plain_layers: int = setting(
-        0, "N", "first and last layers whose keys and values are stored as they are all the same; default 0", whole(0)
+        0,
+        whole(0),
+        "first and last layers, so many of each, that are stored as they are whatever --kv-format says",
+        unit="layers",
     )
     disk_cache: str | None = setting(
         None,
-        "DIR",
-        "folder for conversations that the KV pool has no room for, also over restarts; auto: OneKV's own; "
-        "default: auto for serve, else none",
         folder,
+        "folder for conversations that the KV pool has no room for, also over restarts; auto is OneKV's own",
+        metavar="DIR",
+        otherwise="auto for serve, else none",
     )
     disk_limit: str | int | None = setting(
         None,
-        "SIZE",
-        "the most that folder may take, e.g. 20GB, or 10%% of what is free there; "
-        "default: the smaller of 10 GB and 10%% of what is free",
         size(shares=True),
+        "the most that folder may take, with its index and for all models together, such as 20GB, or 10% of what is "
+        "free there",
+        metavar="SIZE",
+        otherwise="the smaller of 10 GB and 10% of what is free",
     )
     disk_policy: str | None = setting(
         None,
-        "POLICY",
-        "write_back: write blocks that are evicted, and the rest at the end; write_through: write every block as soon "
-        "as it is full, so that a crash loses little; default write_back",
         one_of(*DISK_POLICIES),
+        "write_back writes blocks that are evicted, and the rest at the end; write_through writes every block as soon "
+        "as it is full, so that a crash loses little",
+        metavar="POLICY",
+        otherwise="write_back",
     )
     disk_write_budget: str | int | None = setting(
         None,
-        "SIZE",
-        "the most to write to that folder in a day, e.g. 50GB, to spare the disk; default: no limit",
         size(shares=False),
+        "the most to write to that folder in a day (UTC), such as 50GB, to spare the disk",
+        metavar="SIZE",
+        otherwise="no limit",
     )
     disk_queue: str | int | None = setting(
         None,
-        "SIZE",
-        "memory for blocks on their way to the disk; what does not fit is forgotten; "
-        "default: what a chunk of a prompt evicts, at most 256 MiB",
         size(shares=False),
+        "memory for blocks on their way to the disk; what does not fit is forgotten",
+        metavar="SIZE",
+        otherwise="what a chunk of a prompt evicts, at most 256 MiB",
     )
-    hot_only: bool = setting(
-        False, "on|off", "never use the disk: evicted blocks are forgotten; default off", on_or_off
-    )
-    check_integrity: bool = setting(
+    hot_only: bool = switch(False, "never use the disk: evicted blocks are forgotten; not together with --disk-cache")
+    check_integrity: bool = switch(
         sys.flags.dev_mode,
-        "on|off",
-        "count all blocks whenever nothing runs, and end if one is lost or held twice; "
-        "default off, on with python -X dev",
-        on_or_off,
+        "count all blocks whenever nothing runs, and end if one is lost or held twice",
+        otherwise="off, on with python -X dev",
     )
 
     def __post_init__(self) -> None:
@@ -256,19 +315,3 @@ def read_file(path: str, known: list[str]) -> dict[str, Any]:
 def _known(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     return f"there are {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def names(kind: type[SettingsBase]) -> list[str]:
-    return [f.name for f in fields(kind)]
-
-
-def add_arguments(parser: argparse.ArgumentParser, kind: type[SettingsBase] = Settings, title: str = "memory") -> None:
-    """One flag per setting, as text; `given_settings` reads them back and `resolve` converts them."""
-    group = parser.add_argument_group(title)
-    for f in fields(kind):
-        described = f"{f.metadata['help']} ({variable(f.name)})"
-        group.add_argument(flag(f.name), metavar=f.metadata["metavar"], help=described)
-
-
-def given_settings(arguments: argparse.Namespace, kind: type[SettingsBase] = Settings) -> dict[str, Any]:
-    return {f.name: getattr(arguments, f.name) for f in fields(kind)}

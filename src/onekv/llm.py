@@ -1,14 +1,13 @@
 """The library's front: a model, its KV memory, and calls that return text.
 
-An `LLM` owns one engine and is driven by the thread that calls it; use it from one thread at a time. Several streams
-may be open at once: whoever asks for text moves all of them on.
+An `LLM` owns one engine and is driven by the thread that calls it; use it from one thread at a time (`AsyncLLM` is for
+an event loop). Several streams may be open at once: whoever asks for text moves all of them on (`streams.py`).
 """
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from types import TracebackType
 from typing import Any, overload
 
@@ -17,96 +16,57 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from .config import Settings, whole
-from .engine import Engine, Request, Sampling, Timings
-from .engine.request import FinishReason
-from .errors import OneKVError, PromptError, SettingError, TooLongError
+from . import ask
+from .ask import Message, Prompt
+from .completion import Completion
+from .config import Settings
+from .engine import Engine, Request, Sampling, TextOutput
+from .errors import OneKVError, SettingError, TooLongError
 from .memory.attention.numba import encoded as cpu_encoded
+from .memory.figures import PoolStats
 from .memory.formats import KVFormat, parse
 from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
-from .stats import MemoryStats, PoolStats, Stats, read_stats
+from .stats import MemoryStats, Stats, read_stats
+from .streams import BatchStream, Driver, Stream
 from .tiers.opening import open_tier
+from .units import format_size
 
-__all__ = ["LLM", "Completion", "MemoryStats", "Message", "PoolStats", "Stats", "Stream"]
+__all__ = [
+    "LLM",
+    "BatchStream",
+    "Completion",
+    "Freed",
+    "MemoryStats",
+    "Message",
+    "PoolStats",
+    "Probe",
+    "Prompt",
+    "Sampling",
+    "Stats",
+    "Stream",
+]
 
 log = logging.getLogger("onekv")
 
-Prompt = str | Sequence[int]
-Message = dict[str, Any]
+
+@dataclass(frozen=True)
+class Probe:
+    """What a prompt would find now: of its tokens so many cached, so many of those in memory, and why not more."""
+
+    tokens: int
+    cached: int
+    cached_in_memory: int
+    reason: str | None
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it.
+class Freed:
+    """What clearing the cache gave back to the pool."""
 
-    `text` is empty where the LLM has no tokenizer.
-    """
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: int
-    cached_tokens: int
-    finish_reason: FinishReason | None
-    timings: Timings
-
-
-class Stream(Iterator[str]):
-    """Pieces of text as they are generated. `completion` is what there is so far; `close` ends it early.
-
-    Where the LLM has no tokenizer the pieces are empty, and one comes with every step that gave a token.
-    """
-
-    def __init__(self, llm: "LLM", request: Request) -> None:
-        self._llm, self.request = llm, request
-        self._detokenizer = llm.tokenizer.detokenizer if llm.tokenizer is not None else None
-        self._read = 0
-        self._text: list[str] = []
-
-    def __next__(self) -> str:
-        while True:
-            new = self.request.tokens[self._read :]
-            self._read += len(new)
-            piece = self._decode(new)
-            if piece or (new and self._detokenizer is None):
-                self._text.append(piece)
-                return piece
-            if self.request.finished:
-                if self.request.error is not None:
-                    raise self.request.error
-                self._llm._ended()
-                raise StopIteration
-            self._llm._step([self.request])
-
-    def _decode(self, tokens: list[int]) -> str:
-        """The text of further tokens."""
-        if self._detokenizer is None or not tokens:
-            return ""
-        for token in tokens:
-            if token not in self._llm.stop_tokens:
-                self._detokenizer.add_token(token)
-        if self.request.finished:
-            self._detokenizer.finalize()
-        return str(self._detokenizer.last_segment)
-
-    def close(self) -> None:
-        """Stop generating and release everything; what was generated stays in `completion`."""
-        if not self.request.finished:
-            self._llm.engine.cancel([self.request])
-            self._llm._ended()
-
-    @property
-    def completion(self) -> Completion:
-        request = self.request
-        return Completion(
-            text="".join(self._text),
-            tokens=list(request.tokens),
-            prompt_tokens=len(request.prompt),
-            cached_tokens=request.cached_tokens,
-            finish_reason=request.finish_reason,
-            timings=request.timings,
-        )
+    blocks: int
+    bytes: int
 
 
 class StoreBar:
@@ -163,10 +123,10 @@ class LLM:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
         self.stop_tokens: set[int] = set(tokenizer.eos_token_ids) if tokenizer is not None else set()
-        self._engine: Engine | None = None
+        self._driver: Driver | None = None
         tier = open_tier(self.settings, self.plan, self.model, self.name)
         try:
-            self._engine = Engine(
+            engine = Engine(
                 self.model,
                 self.plan,
                 self.stop_tokens,
@@ -174,8 +134,9 @@ class LLM:
                 [tier] if tier is not None else [],
                 StoreBar() if progress else None,
             )
+            self._driver = Driver(engine, self.settings.check_integrity)
         finally:
-            if self._engine is None and tier is not None:
+            if self._driver is None and tier is not None:
                 tier.close()
 
     def _warn(self, kv_format: KVFormat) -> None:
@@ -191,76 +152,125 @@ class LLM:
             log.warning("onekv: %s", reason)
 
     @property
-    def engine(self) -> Engine:
-        if self._engine is None:
+    def driver(self) -> Driver:
+        if self._driver is None:
             raise OneKVError("this LLM is closed")
-        return self._engine
+        return self._driver
+
+    @property
+    def engine(self) -> Engine:
+        return self.driver.engine
 
     @overload
-    def generate(self, prompt: Prompt, max_tokens: int = ..., **sampling: Any) -> Completion: ...
+    def generate(
+        self, prompt: Prompt, max_tokens: int | None = ..., *, sampling: Sampling | None = ..., **options: Any
+    ) -> Completion: ...
     @overload
-    def generate(self, prompt: list[Prompt], max_tokens: int = ..., **sampling: Any) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: list[Prompt],
+        max_tokens: int | None = ...,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = ...,
+        **options: Any,
+    ) -> list[Completion]: ...
 
     def generate(
-        self, prompt: Prompt | list[Prompt], max_tokens: int = 256, **sampling: Any
+        self,
+        prompt: Prompt | list[Prompt],
+        max_tokens: int | None = None,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **options: Any,
     ) -> Completion | list[Completion]:
         """Complete a prompt (text or token ids), or each of a list of prompts, as one batch.
 
-        Sampling: temperature (0, the default, is greedy), top_p, top_k, min_p, seed. `salt`: only requests of the same
-        salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
+        `options` are the fields of `Sampling` (temperature, top_p, stop, ...) and change those of `sampling`, if that
+        is given; a list of prompts may have one for each. At most 256 tokens, unless `max_tokens` says otherwise.
+        `salt`: only requests of the same salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
         """
-        many = isinstance(prompt, list) and not all(isinstance(item, Integral) for item in prompt)
-        if isinstance(prompt, list) and not prompt:
-            raise PromptError("the prompt is empty; it must have at least one token")
-        prompts: list[Any] = list(prompt) if many else [prompt]
-        requests = [self._request(item, max_tokens, dict(sampling)) for item in prompts]
-        for request in requests:
-            self._validate(request)
-        for request in requests:
-            self.engine.submit(request)
-        streams = [Stream(self, request) for request in requests]
-        completions = []
-        try:
-            for stream in streams:
-                for _ in stream:
-                    pass
-                completions.append(stream.completion)
-        finally:
-            self.engine.cancel(requests)
-        return completions if many else completions[0]
+        requests, many = self.requests(prompt, max_tokens, sampling, options)
+        pairs = [(request, self.output(request)) for request in requests]
+        with BatchStream(self.driver, pairs) as batch:
+            for _ in batch:
+                pass
+        return batch.completions if many else batch.completions[0]
 
-    def stream(self, prompt: Prompt, max_tokens: int = 256, **sampling: Any) -> Stream:
-        """Like `generate` for one prompt, but gives the text piece by piece."""
-        request = self._request(prompt, max_tokens, dict(sampling))
-        self._validate(request)
-        self.engine.submit(request)
-        return Stream(self, request)
+    @overload
+    def stream(
+        self, prompt: Prompt, max_tokens: int | None = ..., *, sampling: Sampling | None = ..., **options: Any
+    ) -> Stream: ...
+    @overload
+    def stream(
+        self,
+        prompt: list[Prompt],
+        max_tokens: int | None = ...,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = ...,
+        **options: Any,
+    ) -> BatchStream: ...
 
-    def chat(self, messages: list[Message], max_tokens: int = 256, **sampling: Any) -> Completion:
-        """The model's next message after `messages`: [{"role": "user", "content": "..."}, ...]."""
-        return self.generate(self.chat_tokens(messages), max_tokens, **sampling)
+    def stream(
+        self,
+        prompt: Prompt | list[Prompt],
+        max_tokens: int | None = None,
+        *,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        **options: Any,
+    ) -> Stream | BatchStream:
+        """Like `generate`, but gives the text as it comes; for a list of prompts with the index of each."""
+        requests, many = self.requests(prompt, max_tokens, sampling, options)
+        pairs = [(request, self.output(request)) for request in requests]
+        return BatchStream(self.driver, pairs) if many else Stream(self.driver, pairs)
 
-    def stream_chat(self, messages: list[Message], max_tokens: int = 256, **sampling: Any) -> Stream:
-        return self.stream(self.chat_tokens(messages), max_tokens, **sampling)
+    def chat(
+        self,
+        messages: list[Message],
+        max_tokens: int | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The model's next message after `messages`: [{"role": "user", "content": "..."}, ...].
 
-    def chat_tokens(self, messages: list[Message]) -> list[int]:
+        `chat_template_kwargs` are given to the model's chat template, such as {"enable_thinking": False}.
+        """
+        tokens = self.chat_tokens(messages, chat_template_kwargs)
+        return self.generate(tokens, max_tokens, sampling=sampling, **options)
+
+    def stream_chat(
+        self,
+        messages: list[Message],
+        max_tokens: int | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
+        **options: Any,
+    ) -> Stream:
+        tokens = self.chat_tokens(messages, chat_template_kwargs)
+        return self.stream(tokens, max_tokens, sampling=sampling, **options)
+
+    def chat_tokens(self, messages: list[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens that `messages` become under the model's chat template."""
-        if not messages:
-            raise PromptError("there are no messages; give at least one")
-        if self.tokenizer is None:
-            raise PromptError("messages need the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
-        if self.tokenizer.chat_template is None:
-            raise PromptError(f"{self.name} has no chat template; use generate with a plain prompt")
-        tokens = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        return [int(token) for token in tokens]
+        return ask.chat_tokens(self.name, self.tokenizer, messages, chat_template_kwargs)
 
     def unpin(self, prompt: Prompt, salt: str = "") -> None:
         """Let the blocks of a prompt that was generated from with `pin=True` be evicted again."""
-        self.engine.prefix.unpin(self._request(prompt, 1, {}).prompt, salt)
+        self.engine.prefix.unpin(ask.encode(prompt, self.tokenizer), salt)
 
-    def clear_cache(self) -> None:
+    def probe(self, prompt: Prompt, salt: str = "") -> Probe:
+        """How much of a prompt is cached now; changes nothing."""
+        tokens = ask.encode(prompt, self.tokenizer)
+        return Probe(len(tokens), *self.engine.prefix.probe(tokens, salt))
+
+    def clear_cache(self) -> Freed:
         """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
+        before = self.engine.memory.stats().pools
         self.engine.prefix.clear()
+        after = self.engine.memory.stats().pools
+        blocks = [now.free - then.free for now, then in zip(after, before, strict=True)]
+        return Freed(sum(blocks), sum(n * pool.block_bytes for n, pool in zip(blocks, before, strict=True)))
 
     def stats(self) -> Stats:
         return read_stats(self.engine)
@@ -269,14 +279,26 @@ class LLM:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
         self.engine.check_integrity()
 
+    @property
+    def vocabulary(self) -> int:
+        """Token ids the model knows: 0 to this, less 1."""
+        return self.plan.layout.vocabulary
+
+    @property
+    def longest(self) -> int:
+        """The most tokens a request may have, prompt and answer together."""
+        # With `max_kv_size` the model never sees more than that at once.
+        unlimited = self.context is None or self.settings.max_kv_size is not None
+        return self.plan.longest if unlimited else min(self.plan.longest, self.context or 0)
+
     def close(self) -> None:
         """Release the pool; what is cached goes to the disk cache, if there is one, else it is gone.
 
         The LLM cannot be used afterwards. Closing twice is allowed.
         """
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = None
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            driver.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -289,29 +311,40 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _request(self, prompt: Prompt, max_tokens: int, sampling: dict[str, Any]) -> Request:
-        salt, pin = sampling.pop("salt", ""), sampling.pop("pin", False)
-        known = Sampling.__dataclass_fields__
-        unknown = [name for name in sampling if name not in known]
-        if unknown:
-            raise SettingError(f"unknown option {unknown[0]!r}; there are max_tokens, {', '.join(known)}, salt, pin")
-        count = whole()(max_tokens, "--max-tokens")
-        return Request(self._tokens(prompt), count, Sampling(**sampling), salt, pin)
+    def __repr__(self) -> str:
+        if self._driver is None:
+            return f"LLM({self.name}, closed)"
+        size, longest = format_size(self.plan.pool_bytes), self.plan.longest
+        holds = f" for {longest:,} tokens" if longest < 2**62 else ""
+        return f"LLM({self.name}, KV pool {size}{holds}, {self.plan.max_batch} at a time, on {self.plan.device.name})"
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            listed = isinstance(prompt, Iterable) and not isinstance(prompt, bytes)
-            tokens: list[Any] = list(prompt) if listed else [None]
-            if not all(isinstance(token, Integral) for token in tokens):
-                raise PromptError(f"the prompt is {str(prompt)[:80]}; it must be text or a list of token ids")
-            return [int(token) for token in tokens]
-        if not prompt:
-            raise PromptError("the prompt is empty; it must have at least one token")
-        if self.tokenizer is None:
-            raise PromptError("a text needs the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise PromptError("the prompt has half a character (a lone surrogate); it must be valid text")
-        return [int(token) for token in self.tokenizer.encode(prompt)]
+    # What makes requests of calls, also for AsyncLLM: in any thread, the engine is not touched.
+
+    def requests(
+        self,
+        prompt: Prompt | list[Prompt],
+        max_tokens: int | None,
+        sampling: Sampling | Sequence[Sampling] | None,
+        options: dict[str, Any],
+    ) -> tuple[list[Request], bool]:
+        """A request for each prompt, and whether there is a list of them. Raises if one can never be served."""
+        prompts, many = ask.prompts_of(prompt)
+        asked = ask.options_of(len(prompts), max_tokens, sampling, options)
+        requests = []
+        for each, wanted in zip(prompts, asked, strict=True):
+            wanted.sampling.check_ids(self.vocabulary)
+            count = ask.MAX_TOKENS if wanted.sampling.max_tokens is None else wanted.sampling.max_tokens
+            tokens = ask.encode(each, self.tokenizer)
+            requests.append(Request(tokens, count, wanted.sampling, wanted.salt, wanted.pin))
+        for request in requests:
+            self._validate(request)
+        return requests, many
+
+    def output(self, request: Request) -> TextOutput:
+        """How the tokens of a request become text."""
+        detokenizer = self.tokenizer.detokenizer if self.tokenizer is not None else None
+        hidden = self.stop_tokens.union(request.sampling.stop_token_ids)
+        return TextOutput(detokenizer, hidden, request.sampling.stop)
 
     def _validate(self, request: Request) -> None:
         """Raises if the request can never be served, or is longer than the model was made for."""
@@ -323,16 +356,3 @@ class LLM:
             f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: {request.max_length} "
             f"tokens in all, but the model's context is {self.context}; shorten the prompt or lower max_tokens"
         )
-
-    def _ended(self) -> None:
-        """After a request; with `check_integrity` all blocks are counted where nothing else runs."""
-        if self.settings.check_integrity and self.engine.idle:
-            self.engine.check_integrity()
-
-    def _step(self, requests: list[Request]) -> None:
-        """Move the engine on; whatever interrupts it, `requests` hold nothing afterwards."""
-        try:
-            self.engine.step()
-        except BaseException:
-            self.engine.cancel(requests)
-            raise

@@ -1,33 +1,14 @@
-"""Who holds which blocks and bytes: plain figures, taken from an engine."""
+"""Who holds which blocks and bytes: what each part says of itself, gathered from an engine."""
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from .engine import Engine
+from .memory.figures import PoolStats
 from .prefix.figures import PrefixStats
 from .tiers.base import TierStats
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """Blocks of one group: held by running sequences, idle (cached, not in use), pinned and not in use, or free.
-
-    `reserved` of the idle and free ones are promised to running sequences, `available` are not.
-    """
-
-    group: str
-    layers: int
-    block_bytes: int
-    blocks: int
-    held: int
-    peak_held: int
-    idle: int
-    peak_idle: int
-    pinned: int
-    free: int
-    reserved: int
-    available: int
+from .units import format_size
 
 
 @dataclass(frozen=True)
@@ -42,7 +23,7 @@ class MemoryStats:
     buffer_cache: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     pools: tuple[PoolStats, ...]
     memory: MemoryStats
@@ -55,29 +36,34 @@ class Stats:
     # Why sequences are decoded one by one instead of as a batch, if they are.
     one_by_one: str | None
 
+    def __repr__(self) -> str:
+        """A few lines; the fields have all of it."""
+        memory = self.memory
+        lines = [
+            f"Stats({self.running} running, {self.waiting} waiting",
+            f"  memory: weights {format_size(memory.weights)}, KV pool {format_size(memory.pool)}, "
+            f"active {format_size(memory.active)}, peak {format_size(memory.peak)}",
+        ]
+        lines += [
+            f"  {pool.group}: {pool.blocks} blocks of {format_size(pool.block_bytes)}: {pool.held} held, "
+            f"{pool.idle} cached, {pool.pinned} pinned, {pool.free} free"
+            for pool in self.pools
+        ]
+        if self.prefix is not None:
+            lines.append(f"  prefix cache: {self.prefix.hits} hits, {self.prefix.tokens_reused:,} tokens reused")
+        lines += [
+            f"  {tier.name}: {tier.blocks} blocks, {format_size(tier.bytes)} of {format_size(tier.limit)}"
+            for tier in self.tiers
+        ]
+        return "\n".join(lines) + ")"
+
 
 def read_stats(engine: Engine) -> Stats:
-    pools = tuple(
-        PoolStats(
-            group=str(pool.group.rule),
-            layers=len(pool.group.layers),
-            block_bytes=pool.block_bytes,
-            blocks=pool.blocks,
-            held=pool.held,
-            peak_held=pool.peak_held,
-            idle=pool.idle,
-            peak_idle=pool.peak_idle,
-            pinned=int((pool.pinned & (pool.references == 0)).sum()),
-            free=pool.free,
-            reserved=pool.reserved,
-            available=pool.available,
-        )
-        for pool in engine.memory.pools
-    )
+    kv = engine.memory.stats()
     memory = MemoryStats(
         weights=engine.plan.weights,
-        pool=sum(pool.nbytes for pool in engine.memory.pools),
-        states=engine.memory.state_bytes,
+        pool=kv.pool_bytes,
+        states=kv.state_bytes,
         active=mx.get_active_memory(),
         peak=mx.get_peak_memory(),
         buffer_cache=mx.get_cache_memory(),
@@ -86,4 +72,4 @@ def read_stats(engine: Engine) -> Stats:
     running = len(list(engine.scheduler)) - waiting
     prefix = engine.prefix.stats() if engine.prefix.enabled else None
     tiers = tuple(tier.stats() for tier in engine.prefix.tiers)
-    return Stats(pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one)
+    return Stats(kv.pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one)

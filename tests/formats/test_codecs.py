@@ -82,7 +82,7 @@ def test_byte_counts_are_exact(name: str, dim: int, expected: int) -> None:
         assert codec.token_bytes == expected
         parts = codec.encode(gaussian(2, 5, dim))
         assert sum(part.nbytes for part in parts) == 10 * expected
-        for part, array in zip(codec.parts, parts, strict=True):
+        for part, array in zip(codec.planes, parts, strict=True):
             assert (array.shape, array.dtype) == ((2, 5, part.width), part.dtype)
 
 

@@ -79,7 +79,7 @@ def test_a_decode_step_stores_the_bytes_of_a_prompt(kv_format, dim, rope, dtype)
     if stored.centre is not None:
         keys = keys - centres_of(case)
     for codec, parts, rows in ((stored.keys, case.arrays.keys, keys), (stored.values, case.arrays.values, values)):
-        for part, own, wanted in zip(codec.parts, parts, codec.encode(rows[:, :, 0]), strict=True):
+        for part, own, wanted in zip(codec.planes, parts, codec.encode(rows[:, :, 0]), strict=True):
             own = np.array(own[:, mx.array(slots)].swapaxes(0, 1)).view(np.uint8)
             other = (own != np.array(wanted).view(np.uint8)).any(axis=2)
             assert not other.any(), (part.name, np.argwhere(other)[:5].tolist(), int(other.sum()))

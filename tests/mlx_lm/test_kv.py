@@ -11,7 +11,7 @@ from mlx_lm.models import cache as stock
 
 from onekv.memory.attention.hook import attention, stock_attention
 from onekv.mlx_lm import BatchKVCache, KVCache, PoolFullError, installed
-from onekv.mlx_lm.slabs import POOL
+from onekv.mlx_lm.slabs import SLABS
 from rise import Rise
 
 HEADS, KEY, VALUE = 2, 8, 4
@@ -295,25 +295,25 @@ def test_the_state_of_a_sequence_in_several_slabs_is_evaluated_where_it_is() -> 
 
 
 def test_slabs_are_counted_and_given_back() -> None:
-    before = POOL.used
+    before = SLABS.used
     cache = entry()
-    assert POOL.used - before == pytest.approx(ENTRY, rel=0.01)
+    assert SLABS.used - before == pytest.approx(ENTRY, rel=0.01)
     fork = copy.deepcopy(cache)
-    assert POOL.used - before == pytest.approx(ENTRY, rel=0.01)
+    assert SLABS.used - before == pytest.approx(ENTRY, rel=0.01)
     del cache
-    assert POOL.used - before == pytest.approx(ENTRY, rel=0.01)
+    assert SLABS.used - before == pytest.approx(ENTRY, rel=0.01)
     del fork
-    assert POOL.used == before
+    assert SLABS.used == before
 
 
-def test_a_full_pool_says_so_and_goes_on() -> None:
-    limit = POOL._limit
+def test_full_memory_says_so_and_goes_on() -> None:
+    limit = SLABS._limit
     try:
-        POOL.set_limit(POOL.used + 100_000)
+        SLABS.set_limit(SLABS.used + 100_000)
         with pytest.raises(PoolFullError, match=r"more are needed, .* are in use; raise kv_memory"):
             entry()
         cache = KVCache()
         cache.update_and_fetch(mx.zeros((1, 2, 3, 8)), mx.zeros((1, 2, 3, 8)))
         assert cache.offset == 3
     finally:
-        POOL._limit = limit
+        SLABS._limit = limit

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as stock
 
 from onekv.memory.attention.hook import attention
 from onekv.mlx_lm import BatchKVCache, BatchRotatingKVCache, KVCache, LRUPromptCache, RotatingKVCache
-from onekv.mlx_lm.slabs import POOL
+from onekv.mlx_lm.slabs import SLABS
 
 MODEL = ("model", None, None)
 
@@ -179,7 +179,7 @@ def test_a_second_borrower_of_what_cannot_be_trimmed_misses_with_a_reason() -> N
     assert index.stats()["misses"] == {"lent to another request": 1}
 
 
-def test_pooled_caches_are_shared_by_any_number_of_requests() -> None:
+def test_caches_in_slabs_are_shared_by_any_number_of_requests() -> None:
     index = LRUPromptCache()
     index.insert_cache(MODEL, list(range(100)), [filled(KVCache, 100)])
     size = index.nbytes
@@ -324,13 +324,13 @@ def test_a_short_entry_does_not_keep_a_long_ones_memory() -> None:
     assert mx.array_equal(found[0].keys, kv(2000)[0][..., :10, :])
 
 
-def test_a_full_pool_takes_old_entries_back() -> None:
+def test_full_memory_takes_old_prompts_back() -> None:
     index = LRUPromptCache()
-    before = POOL._limit
+    before = SLABS._limit
     try:
-        POOL.set_limit(POOL.used + 3 * 256 * 2 * 2 * 8 * 4)
+        SLABS.set_limit(SLABS.used + 3 * 256 * 2 * 2 * 8 * 4)
         for n in range(10):
             index.insert_cache(MODEL, [n, 1], [filled(KVCache, 2)])
         assert 1 <= len(index) <= 3
     finally:
-        POOL._limit = before
+        SLABS._limit = before

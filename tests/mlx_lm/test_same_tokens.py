@@ -11,7 +11,7 @@ from mlx_lm.models import cache as caches
 
 from architectures import build
 from onekv.mlx_lm import BatchKVCache, BatchRotatingKVCache, KVCache, LRUPromptCache, RotatingKVCache, installed
-from onekv.mlx_lm.slabs import POOL
+from onekv.mlx_lm.slabs import SLABS
 from onekv.models import load_model
 
 # Dense, windows, hybrid; then keys and values of two widths, sinks, shared layers and lists of caches.
@@ -195,14 +195,14 @@ def test_names_are_replaced_and_put_back() -> None:
     assert (caches.KVCache, llama.KVCache, llama.scaled_dot_product_attention, caches.LRUPromptCache) == before
 
 
-def test_a_full_pool_ends_the_batch_and_the_next_one_runs() -> None:
+def test_full_memory_ends_the_batch_and_the_next_one_runs() -> None:
     """Every sequence is answered; the generator goes on."""
     model = build("llama")
-    limit = POOL._limit
+    limit = SLABS._limit
     with installed():
         generator = module().BatchGenerator(model, prefill_batch_size=2)
         try:
-            POOL.set_limit(POOL.used + 100_000)
+            SLABS.set_limit(SLABS.used + 100_000)
             uids = generator.insert([prompt(200, n) for n in range(4)], [300] * 4)
             ended: dict[int, str] = {}
             for _ in range(400):
@@ -210,10 +210,10 @@ def test_a_full_pool_ends_the_batch_and_the_next_one_runs() -> None:
                     if response.finish_reason:
                         ended[response.uid] = response.finish_reason
             assert sorted(ended) == uids
-            POOL._limit = limit
+            SLABS._limit = limit
             generator.insert([prompt(20)], [5])
             tokens = [response.token for _ in range(12) for response in generator.next()[1]]
         finally:
-            POOL._limit = limit
+            SLABS._limit = limit
             generator.close()
     assert tokens == generated(model, prompt(20), 5)

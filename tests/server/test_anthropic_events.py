@@ -1,31 +1,23 @@
 """The Messages API without a server: bodies as calls, and events of what the default model never says."""
 
-import asyncio
 import json
 from typing import Any
 
-from onekv.engine import End, Event, Piece, Timings
+from canned import frames_of
+
+from onekv.engine import Delta, End, Event, Timings
 from onekv.errors import RequestFailedError
 from onekv.server.anthropic.convert import full_call
-from onekv.server.anthropic.messages import Answer
+from onekv.server.anthropic.messages import MessageAnswer
 from onekv.server.anthropic.schema import MessagesBody
-from onekv.server.backend import Generation
-from onekv.server.chat import ChatCall, Choice
-from onekv.server.segments import Format, Splitter
 
 
 def events_of(said: list[Event], one_call: bool = False) -> list[dict[str, Any]]:
     """The events of an answer whose model said all of `said`."""
-
-    async def collect() -> list[str]:
-        generation = Generation()
-        for event in said:
-            generation.put(event)
-        form = Format("<think>", "</think>", "<tool_call>", "</tool_call>")
-        choice = Choice(generation, Splitter(form), set(), 5)
-        return [event async for event in Answer("model", ChatCall([]), one_call).events(choice)]
-
-    return [json.loads(event.split("data: ")[1]) for event in asyncio.run(collect())]
+    choice = {"type": "auto", "disable_parallel_tool_use": one_call}
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tool_choice": choice}
+    answer = MessageAnswer("model", MessagesBody.model_validate(body))
+    return [json.loads(frame.split("data: ")[1]) for frame in frames_of(answer, said)]
 
 
 END = End("stop", None, 10, 4, 7, Timings(0, 0, 0))
@@ -34,7 +26,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 def test_events_of_thinking_text_and_calls() -> None:
     said = ["<think>", "Let me", " see.", "</think>", "I look.", CALL, CALL]
-    events = events_of([*(Piece(text, [1]) for text in said), END])
+    events = events_of([*(Delta(text, [1]) for text in said), END])
     starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use", "tool_use"]
     content = [""] * 4
@@ -62,12 +54,12 @@ def test_events_of_thinking_text_and_calls() -> None:
 
 
 def test_only_one_call_if_only_one_is_wanted() -> None:
-    events = events_of([Piece(CALL, [1]), Piece(CALL, [2]), END], one_call=True)
+    events = events_of([Delta(CALL, [1]), Delta(CALL, [2]), END], one_call=True)
     assert len([event for event in events if event["type"] == "content_block_start"]) == 1
 
 
 def test_a_failure_ends_the_events() -> None:
-    events = events_of([Piece("Hello", [1]), RequestFailedError("the model failed")])
+    events = events_of([Delta("Hello", [1]), RequestFailedError("the model failed")])
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the model failed"}}
     assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
 

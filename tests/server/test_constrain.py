@@ -10,7 +10,7 @@ import pytest
 from onekv.engine import Constraint
 from onekv.errors import RequestFailedError
 from onekv.models import load_model
-from onekv.server.chat import ChatCall
+from onekv.server.call import ChatCall
 from onekv.server.constrain import GrammarConstraint, constraint_for
 from onekv.server.errors import BadRequestError, FormError, status_of
 

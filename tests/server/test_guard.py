@@ -103,6 +103,16 @@ def test_a_page_that_rebinds_its_name_does_not_reach_a_real_server() -> None:
         stop_server(server)
 
 
+@pytest.mark.parametrize(("allowed", "granted"), [("https://mine.example", True), (None, False)])
+def test_pages_of_other_origins_need_to_be_named(allowed: str | None, granted: bool) -> None:
+    # Not started: such a question is answered before anything else is looked at.
+    client = TestClient(create_app(Backend(), ServerSettings(cors_origin=allowed)))
+    asked = {"Origin": "https://mine.example", "Access-Control-Request-Method": "POST"}
+    answer = client.options("/v1/chat/completions", headers=asked)
+    assert (answer.status_code == 200) == granted
+    assert answer.headers.get("access-control-allow-origin") == ("https://mine.example" if granted else None)
+
+
 def test_keys_may_be_longer_than_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEKV_API_KEYS", ",".join(LONG_KEYS))
     assert ServerSettings.resolve({}).keys() == LONG_KEYS
@@ -154,17 +164,17 @@ async def turns(body: bytes) -> int:
 
 
 def test_others_get_their_turn_while_a_large_body_is_looked_at() -> None:
-    assert asyncio.run(turns(b'"' + b"[" * (8 * shape.PIECE) + b'"')) >= 8
+    assert asyncio.run(turns(b'"' + b"[" * (8 * shape.SLICE) + b'"')) >= 8
 
 
 def test_a_deep_body_is_left_at_its_first_piece() -> None:
-    assert asyncio.run(turns(b"[" * (8 * shape.PIECE))) < 4
+    assert asyncio.run(turns(b"[" * (8 * shape.SLICE))) < 4
 
 
 def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps([{"a\\": ['"[[', "\\", [1, {"b": "]"}]]}, '\\\\"']).encode()
     for size in (1, 2, 3, 7):
-        monkeypatch.setattr(shape, "PIECE", size)
+        monkeypatch.setattr(shape, "SLICE", size)
         assert shape.nesting(text) == 5
 
 

@@ -8,7 +8,7 @@ import anthropic
 import httpx2 as httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from onekv.engine import End, Piece, Request
+from onekv.engine import Delta, End, Request
 from onekv.errors import OverloadedError
 from onekv.llm import MemoryStats, PoolStats, Stats
 from onekv.server.metrics import Metrics
@@ -49,8 +49,8 @@ def test_events_are_counted_once() -> None:
     observe = metrics.observe(request)
     request.first = request.created + 0.5
     for token in (7, 8, 9):
-        observe(Piece("x", [token]))
-    observe(Piece("held back"))
+        observe(Delta("x", [token]))
+    observe(Delta("held back"))
     observe(ended(request))
     figures = figures_of(metrics)
     assert figures["onekv_prompt_tokens_total"] == 3

@@ -1,6 +1,5 @@
 """Chat and completions through the real client, against a real server."""
 
-import asyncio
 import json
 import time
 from types import SimpleNamespace
@@ -9,15 +8,13 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from canned import frames_of
 
 from conftest import WEATHER
-from onekv.engine import End, Event, Piece, Timings
+from onekv.engine import Delta, End, Event, Timings
 from onekv.errors import RequestFailedError
-from onekv.server.backend import Generation
-from onekv.server.chat import Choice
 from onekv.server.openai.chat import ChatAnswer
 from onekv.server.openai.schema import ChatBody
-from onekv.server.segments import Format, Splitter
 
 TOOL = {
     "type": "function",
@@ -328,38 +325,29 @@ def test_null_means_not_given():
     assert ChatBody.model_validate({**given, **nulls}) == ChatBody.model_validate(given)
 
 
-def choice_of(*events: Event, thinking: bool = False) -> Choice:
-    """A choice whose generation gave `events`."""
-    generation = Generation()
-    for event in events:
-        generation.put(event)
-    return Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0}, 5)
-
-
-def events_of(*choices: Choice) -> list[dict[str, Any]]:
+def chunks_of(*said: Event, thinking: bool = False, **asked: Any) -> list[dict[str, Any]]:
+    """The chunks of an answer whose model said all of `said`."""
     backend: Any = SimpleNamespace(name="m", tokenizer=None)
-    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True})
-
-    async def collect() -> list[str]:
-        return [line async for line in ChatAnswer(backend, body, list(choices)).events()]
-
-    *lines, done = asyncio.run(collect())
-    assert done == "data: [DONE]\n\n"
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    messages = [{"role": "user", "content": "x"}]
+    answer = ChatAnswer(backend, ChatBody.model_validate({"model": "m", "messages": messages, **asked}))
+    *frames, done = frames_of(answer, list(said), thinking=thinking)
+    assert done == "data: [DONE]"
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
 END = End("stop", None, 5, 0, 3, Timings(0, 0, 0))
 
 
 def test_reasoning_is_apart_from_content():
-    choice = choice_of(Piece("hm</thi", [1, 2]), Piece("nk>\nYes", [3]), END, thinking=True)
-    deltas = [event["choices"][0]["delta"] for event in events_of(choice)]
+    said = Delta("hm</thi", [1, 2]), Delta("nk>\nYes", [3]), END
+    *chunks, last = chunks_of(*said, thinking=True, stream_options={"include_usage": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": ""}, {"reasoning_content": "hm"}, {"content": "Yes"}, {}]
-    assert choice.reasoning_tokens == 2
+    assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2
 
 
 def test_an_error_after_the_beginning_is_an_event():
-    first, second, last = events_of(choice_of(Piece("Yes", [1]), RequestFailedError("it broke")))
+    first, second, last = chunks_of(Delta("Yes", [1]), RequestFailedError("it broke"))
     assert first["choices"][0]["delta"]["role"] == "assistant"
     assert second["choices"][0]["delta"] == {"content": "Yes"}
     assert last["error"]["message"] == "it broke" and last["error"]["type"] == "server_error"
@@ -367,11 +355,11 @@ def test_an_error_after_the_beginning_is_an_event():
 
 def test_a_bug_after_the_beginning_is_an_event_without_its_text(caplog: pytest.LogCaptureFixture):
     wrong: Any = "no piece at all"
-    last = events_of(choice_of(Piece("Yes", [1]), wrong))[-1]["error"]["message"]
+    last = chunks_of(Delta("Yes", [1]), wrong)[-1]["error"]["message"]
     assert "req_" in last and "attribute" not in last
     assert last.rpartition(" ")[2] in caplog.text and "AttributeError" in caplog.text
 
 
 def test_an_answer_cut_off_by_shutdown_is_an_error():
     cancelled = End("cancelled", None, 5, 0, 3, Timings(0, 0, 0))
-    assert "shutting down" in events_of(choice_of(cancelled))[-1]["error"]["message"]
+    assert "shutting down" in chunks_of(cancelled)[-1]["error"]["message"]

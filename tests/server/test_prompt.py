@@ -9,10 +9,10 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from onekv.models import load_model
-from onekv.server.chat import ChatCall
+from onekv.server.call import ChatCall
 from onekv.server.constrain import constraint_for
 from onekv.server.errors import BadRequestError
-from onekv.server.prompt import render, text_format
+from onekv.server.prompt import markers_of, render
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -68,7 +68,7 @@ def test_tools_as_text(plain: Any):
 
 def test_no_tools_where_none_may_be_called(plain: Any):
     assert "<tools>" not in text(plain, ChatCall(TALK, [TOOL], "none"))
-    assert text_format(plain.tokenizer, ChatCall(TALK, [TOOL], "none")).call_start is None
+    assert markers_of(plain.tokenizer, ChatCall(TALK, [TOOL], "none")).call_start is None
 
 
 def test_a_longer_talk_begins_as_the_shorter_did(plain: Any):
@@ -83,7 +83,7 @@ def test_a_template_that_knows_tools_and_thinking(plain: Any):
     assert render(model, ChatCall(TALK, [TOOL])).thinking
     assert text(model, ChatCall(TALK, [TOOL], thinking=False)) == start + "<think>\n</think>\n"
     assert not render(model, ChatCall(TALK, [TOOL], thinking=False)).thinking
-    form = text_format(model.tokenizer, ChatCall(TALK, [TOOL]))
+    form = markers_of(model.tokenizer, ChatCall(TALK, [TOOL]))
     assert (form.think_start, form.call_start) == ("<think>", "<tool_call>")
     assert form.parse(' {"name": "add"} ') == {"name": "add"}
 

@@ -1,23 +1,20 @@
 """/v1/responses through the real client, against a real server."""
 
-import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from canned import frames_of
 from openai.types.responses import Response
 
 from conftest import WEATHER
-from onekv.engine import End, Event, Piece, Timings
+from onekv.engine import Delta, End, Event, Timings
 from onekv.errors import RequestFailedError
-from onekv.server.backend import Generation
-from onekv.server.chat import Choice
 from onekv.server.openai.responses import ResponseAnswer
 from onekv.server.openai.responses_schema import Item, ResponsesBody, messages_of
 from onekv.server.openai.store import ResponseStore
-from onekv.server.segments import Format, Splitter
 
 TOOL: Any = {
     "type": "function",
@@ -196,24 +193,17 @@ def test_the_store_is_bounded():
     assert store.get("b", "other")
 
 
-def events_of(*events: Event, thinking: bool = False) -> list[dict[str, Any]]:
-    """What a response tells of a generation that gave `events`."""
-    generation = Generation()
-    for event in events:
-        generation.put(event)
-    choice = Choice(generation, Splitter(Format("<think>", "</think>"), thinking), {0}, 5)
+def events_of(*said: Event, thinking: bool = False) -> list[dict[str, Any]]:
+    """What a response tells of a model that said all of `said`."""
     backend: Any = SimpleNamespace(name="m", tokenizer=None)
-    answer = ResponseAnswer(backend, ResponsesBody.model_validate({"model": "m", "input": "x"}), choice)
-
-    async def collect() -> list[str]:
-        return [line async for line in answer.lines()]
-
-    return [json.loads(line.partition("data: ")[2]) for line in asyncio.run(collect())]
+    body = ResponsesBody.model_validate({"model": "m", "input": "x"})
+    answer = ResponseAnswer(backend, body, lambda response, said: None)
+    return [json.loads(frame.partition("data: ")[2]) for frame in frames_of(answer, list(said), thinking=thinking)]
 
 
 def test_reasoning_is_an_item_of_its_own():
     end = End("stop", None, 5, 0, 3, Timings(0, 0, 0))
-    events = events_of(Piece("hm</thi", [1, 2]), Piece("nk>\nYes", [3]), end, thinking=True)
+    events = events_of(Delta("hm</thi", [1, 2]), Delta("nk>\nYes", [3]), end, thinking=True)
     assert [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"] == ["hm"]
     final = Response.model_validate(events[-1]["response"])
     assert [item.type for item in final.output] == ["reasoning", "message"] and final.output_text == "Yes"
@@ -221,5 +211,5 @@ def test_reasoning_is_an_item_of_its_own():
 
 
 def test_an_error_after_the_beginning_is_an_event():
-    *_, last = events_of(Piece("Yes", [1]), RequestFailedError("it broke"))
+    *_, last = events_of(Delta("Yes", [1]), RequestFailedError("it broke"))
     assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "it broke"

@@ -54,7 +54,7 @@ class Running:
             "tasks": len(asyncio.all_tasks(self.loop)),
             "threads": sorted(name for name in threads if not name.startswith(("asyncio_", "ThreadPool", "AnyIO"))),
             "sockets": sockets(self.port),
-            "engine": (stats.running, stats.waiting, self.backend.thread._open),
+            "engine": (stats.running, stats.waiting, self.backend.thread.open_jobs),
         }
 
 

@@ -51,12 +51,6 @@ class Result:
     onekv: float
 
 
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--tokens", type=int, default=6144, metavar="N", help="of one conversation; default 6144")
-    command.add_argument("--plot", metavar="FILE", default="mlx-lm-peaks.svg", help="default mlx-lm-peaks.svg")
-    command.add_argument("--json", metavar="FILE", help="also write the figures here")
-
-
 def run(arguments: argparse.Namespace) -> None:
     results = measure(arguments.tokens)
     rows = [[r.case, format_size(r.entry), f"{r.mlx_lm:.2f}", f"{r.onekv:.2f}"] for r in results]

@@ -102,6 +102,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; raises if it can never be served."""
         self.validate(request)
+        request.stop_at(self.stop_tokens)
         self.scheduler.add(request)
 
     def validate(self, request: Request) -> None:
@@ -282,7 +283,9 @@ class Engine:
             self._changed[request] = None
             with self._on_behalf_of([request]):
                 if not row.sound:
-                    request.error = RequestFailedError("the model's output for this request is not a number (NaN)")
+                    request.error = request.error or RequestFailedError(
+                        "the model's output for this request is not a number (NaN)"
+                    )
                     self._finish(request, "error")
                     continue
                 if not request.tokens:
@@ -303,7 +306,7 @@ class Engine:
                 return
         if request.lease is not None and request.lease.due:
             request.lease.publish(request.all_tokens)
-        if token in self.stop_tokens:
+        if token in request.stop_tokens:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.max_tokens:
             self._finish(request, "length")

@@ -1,6 +1,6 @@
-"""From a request's tokens to text, with stop strings, piece by piece.
+"""From a request's tokens to text, with stop strings, delta by delta.
 
-Text that may be the beginning of a stop string is held back until it is known not to be. Whatever the pieces, together
+Text that may be the beginning of a stop string is held back until it is known not to be. Whatever the deltas, together
 they are the text before the stop string that is complete first.
 """
 
@@ -12,7 +12,7 @@ from .request import Logprob, Request
 
 
 @dataclass(frozen=True)
-class Piece:
+class Delta:
     """New text, and the tokens it was made from; text may lag behind its tokens."""
 
     text: str
@@ -20,31 +20,45 @@ class Piece:
     # One for each of `tokens`, if they were asked for.
     logprobs: list[Logprob] = field(default_factory=list)
 
+    def __add__(self, later: "Delta") -> "Delta":
+        """Both as one."""
+        return Delta(self.text + later.text, self.tokens + later.tokens, self.logprobs + later.logprobs)
+
 
 class TextOutput:
-    def __init__(self, detokenizer: Any, stop_tokens: set[int], stops: Sequence[str] = ()) -> None:
-        """`detokenizer` is a fresh one of the model's tokenizer; `stops` are the strings that end the text."""
-        self._detokenizer, self._stop_tokens = detokenizer, stop_tokens
+    def __init__(self, detokenizer: Any, hidden: set[int], stops: Sequence[str] = ()) -> None:
+        """`detokenizer` is a fresh one of the model's tokenizer; with None there are tokens and no text.
+
+        `hidden` are tokens that are no part of the text, `stops` the strings that end it.
+        """
+        self._detokenizer, self._hidden = detokenizer, hidden
         self._stops = [stop for stop in stops if stop]
         self._read = 0
         self._held = ""
         # The stop string that was met.
         self.stopped_by: str | None = None
 
-    def take(self, request: Request) -> Piece:
+    @property
+    def silent(self) -> bool:
+        """Whether there will be no text, only tokens."""
+        return self._detokenizer is None
+
+    def take(self, request: Request) -> Delta:
         """What is new since the last call; after `stopped_by` is set, nothing is."""
         tokens = request.tokens[self._read :]
         logprobs = request.logprobs[self._read :]
         self._read += len(tokens)
         if self.stopped_by is not None:
-            return Piece("")
+            return Delta("")
+        if self._detokenizer is None:
+            return Delta("", tokens, logprobs)
         for token in tokens:
-            if token not in self._stop_tokens:
+            if token not in self._hidden:
                 self._detokenizer.add_token(token)
         if request.finished:
             self._detokenizer.finalize()
         self._held += self._detokenizer.last_segment
-        return Piece(self._release(request.finished), tokens, logprobs)
+        return Delta(self._release(request.finished), tokens, logprobs)
 
     def _release(self, last: bool) -> str:
         """The text that surely comes before any stop string."""

@@ -7,68 +7,20 @@
 `Lease` on memory, which the engine ends when the request finishes.
 """
 
-import math
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..errors import OneKVError, SettingError
+from ..errors import OneKVError
 from ..memory.pool.sequence import Sequence
 from ..prefix.lease import Lease
+from .params import Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 RequestState = Literal["new", "waiting", "looking", "loading", "prefilling", "running", "finished"]
-
-
-# A temperature below this would divide logits to infinity: it is as good as 0.
-COLD = 1e-4
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Temperature 0 takes the likeliest; a seed makes the choice repeatable."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    # Above 1: tokens of the prompt and the answer become less likely.
-    repetition_penalty: float = 1.0
-    # Taken off the logits of tokens of the answer: once, and for every time they occur.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    # (token id, added to its logit) pairs.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    def of_answer(self, index: int) -> "Sampling":
-        """For one of several answers to a prompt: they differ, also when there is a seed."""
-        return self if self.seed is None else replace(self, seed=self.seed + index)
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether the choice depends on the tokens before it."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise SettingError(f"temperature is {self.temperature}; it must be at least 0")
-        if self.temperature < COLD:
-            object.__setattr__(self, "temperature", 0.0)
-        if not 0 < self.top_p <= 1:
-            raise SettingError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise SettingError(f"min_p is {self.min_p}; it must be from 0 to 1")
-        if self.top_k < 0:
-            raise SettingError(f"top_k is {self.top_k}; it must be at least 0 (0: no limit)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise SettingError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1: none)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(getattr(self, name)):
-                raise SettingError(f"{name} is {getattr(self, name)}; it must be a number")
 
 
 class Constraint(Protocol):
@@ -107,8 +59,6 @@ class Request:
     salt: str = ""
     # Keep the prompt's blocks cached until they are unpinned.
     pin: bool = False
-    # How many of the likeliest tokens to report with each token; None: no log probabilities at all.
-    top_logprobs: int | None = None
     constraint: Constraint | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -120,6 +70,8 @@ class Request:
         # One for each of `tokens`, if they were asked for.
         self.logprobs: list[Logprob] = []
         self.cached_tokens = 0
+        # Tokens that end the answer; the engine adds its model's own.
+        self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         seed = self.sampling.seed
         self.seed = secrets.randbits(32) if seed is None else seed
         self.arrived(time.perf_counter())
@@ -127,6 +79,11 @@ class Request:
     def arrived(self, now: float) -> None:
         """Its time starts now."""
         self.created = self.started = self.first = self.ended = now
+
+    def stop_at(self, stop_tokens: set[int]) -> None:
+        """A model's own stop tokens end the answer, too, unless they are to be ignored."""
+        if not self.sampling.ignore_eos:
+            self.stop_tokens |= stop_tokens
 
     @property
     def sequence(self) -> Sequence:

@@ -110,7 +110,7 @@ def _rows(flight: Flight) -> list[Row]:
     sound: list[bool] = flight.drawn.sound.tolist()  # type: ignore[assignment]
     rows = []
     for number, request in enumerate(flight.requests):
-        top = request.top_logprobs
+        top = request.sampling.logprobs
         logprobs = [flight.drawn.logprobs(number, top)] if top is not None and sound[number] else []
         rows.append(Row(request, [tokens[number]] if sound[number] else [], logprobs, sound[number]))
     return rows

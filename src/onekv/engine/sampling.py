@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from .request import Logprob, Request, Sampling
+from ..errors import RequestFailedError
+from .params import Rule
+from .request import Logprob, Request
 
 
 @dataclass
@@ -42,10 +44,13 @@ def sample(logits: mx.array, requests: list[Request], drawn: list[int]) -> Drawn
     """One token per row of `logits` [rows, vocabulary]; for request i `drawn[i]` tokens were chosen before."""
     # A NaN anywhere makes the largest NaN.
     sound = mx.isfinite(logits.max(axis=-1))
-    adjusted = _adjust(logits, requests)
-    rows_by_rule: dict[Sampling, list[int]] = {}
+    processed = _process(logits, requests)
+    if processed is not logits:
+        sound &= mx.isfinite(processed.max(axis=-1))
+    adjusted = _adjust(processed, requests, drawn)
+    rows_by_rule: dict[Rule, list[int]] = {}
     for row, request in enumerate(requests):
-        rows_by_rule.setdefault(_rule(request.sampling), []).append(row)
+        rows_by_rule.setdefault(request.sampling.rule, []).append(row)
     parts, order = [], []
     for rule, rows in rows_by_rule.items():
         some = adjusted if len(rows) == len(requests) else adjusted[mx.array(rows)]
@@ -55,15 +60,10 @@ def sample(logits: mx.array, requests: list[Request], drawn: list[int]) -> Drawn
     if len(parts) > 1:
         tokens = tokens[mx.array(np.argsort(order))]
     result = Drawn(tokens, sound)
-    wanted = [request.top_logprobs for request in requests if request.top_logprobs is not None]
+    wanted = [request.sampling.logprobs for request in requests if request.sampling.logprobs is not None]
     if wanted:
         _report(result, logits, max(wanted))
     return result
-
-
-def _rule(sampling: Sampling) -> Sampling:
-    """What rows must have in common to be drawn together."""
-    return Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
 def _report(result: Drawn, logits: mx.array, top: int) -> None:
@@ -77,10 +77,38 @@ def _report(result: Drawn, logits: mx.array, top: int) -> None:
         result.top = (mx.take_along_axis(ids, order, axis=-1), mx.take_along_axis(values, order, axis=-1))
 
 
-def _adjust(logits: mx.array, requests: list[Request]) -> mx.array:
-    """Logits after penalties, biases and constraints; rows without any are as they were."""
-    touched = [r for r in requests if r.looks_back or r.sampling.logit_bias]
-    if not touched:
+def _process(logits: mx.array, requests: list[Request]) -> mx.array:
+    """Logits after the callers' own functions. Who has one that fails gets NaN, and its `error`."""
+    if not any(request.sampling.logits_processors for request in requests):
+        return logits
+    rows = []
+    for index, request in enumerate(requests):
+        row = logits[index : index + 1]
+        if request.sampling.logits_processors:
+            try:
+                row = _processed(row, request)
+            except Exception as error:  # noqa: BLE001  it is the request's own, and ends it alone
+                request.error = RequestFailedError(f"a logits processor failed: {error!r}")
+                request.error.__cause__ = error
+                row = mx.full(row.shape, mx.nan, row.dtype)
+        rows.append(row.astype(mx.float32))
+    return mx.concatenate(rows)
+
+
+def _processed(row: mx.array, request: Request) -> mx.array:
+    tokens, result = mx.array(request.all_tokens), row
+    for processor in request.sampling.logits_processors:
+        result = processor(tokens, result)
+    if not isinstance(result, mx.array) or result.shape != row.shape:
+        got = f"an array of {result.shape}" if isinstance(result, mx.array) else f"{type(result).__name__}"
+        raise TypeError(f"it returned {got} and must return an array of {row.shape}")
+    return result
+
+
+def _adjust(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.array:
+    """Logits after penalties, biases, constraints and stop tokens that come too early; other rows are as they were."""
+    early = [count < request.sampling.min_tokens for request, count in zip(requests, drawn, strict=True)]
+    if not any(early) and not any(r.looks_back or r.sampling.logit_bias for r in requests):
         return logits
     vocabulary = logits.shape[-1]
     added = np.zeros((len(requests), vocabulary), np.float32)
@@ -92,8 +120,10 @@ def _adjust(logits: mx.array, requests: list[Request]) -> mx.array:
             added[row, seen] -= rule.presence_penalty + rule.frequency_penalty * counts
         if rule.repetition_penalty != 1:
             factor[row, list(set(request.all_tokens))] = rule.repetition_penalty
-        for token, bias in rule.logit_bias:
+        for token, bias in dict(rule.logit_bias).items():
             added[row, token] += bias
+        if early[row]:
+            added[row, list(request.stop_tokens)] = -np.inf
         if request.constraint is not None:
             # A tokenizer may know more ids than the model has logits.
             allowed = request.constraint.allowed()[:vocabulary]
@@ -104,7 +134,7 @@ def _adjust(logits: mx.array, requests: list[Request]) -> mx.array:
     return mx.where(logits > 0, logits / scale, logits * scale) + mx.array(added)
 
 
-def _choose(logits: mx.array, rule: Sampling, keys: list[tuple[int, int]]) -> mx.array:
+def _choose(logits: mx.array, rule: Rule, keys: list[tuple[int, int]]) -> mx.array:
     if rule.temperature == 0:
         return mx.argmax(logits, axis=-1)
     logits = logits.astype(mx.float32)

@@ -1,71 +1,36 @@
 """The one thread that owns MLX, and how others talk to it.
 
 Orders go in by a queue: start a job, cancel one, call a function between two steps. What a job produces goes out by its
-`emit`, which the engine's thread calls and which must not block: `Piece`s of text, then exactly one `End` or one
-exception. Nothing of the engine is ever touched by another thread.
+`emit`, which the engine's thread calls (`jobs.py`). Nothing of the engine is ever touched by another thread.
 
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ refused at once: too long, or too many wait    \\_ cancelled: End("cancelled")
 
-A request that fails ends with its error and no other does: the engine sees to that for what it computes, this module
-for the rest. If a job's text cannot be made, that job fails; if its `emit` raises, it is cancelled. If the engine
-cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone.
+If the engine cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone.
 """
 
 import logging
 import math
 import queue
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
-from ..errors import OneKVError, OverloadedError, RequestFailedError
+from ..errors import OverloadedError
 from .engine import Engine
-from .output import Piece, TextOutput
-from .request import FinishReason, Request, Timings
+from .jobs import Job, Jobs
 
 log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class End:
-    """How a job ended. `generated` counts all tokens, the stop token too."""
-
-    finish_reason: FinishReason
-    stopped_by: str | None
-    prompt_tokens: int
-    cached_tokens: int
-    generated: int
-    timings: Timings
-
-
-Event = Piece | End | OneKVError
-
-
-class Job:
-    """A request, how it becomes text, and where its events go."""
-
-    def __init__(self, request: Request, output: TextOutput, emit: Callable[[Event], None]) -> None:
-        self.request, self.output, self.emit = request, output, emit
-
-    def end(self) -> End | OneKVError:
-        request = self.request
-        if request.error is not None:
-            return request.error
-        assert request.finish_reason is not None
-        return End(
-            request.finish_reason,
-            self.output.stopped_by,
-            len(request.prompt),
-            request.cached_tokens,
-            len(request.tokens),
-            request.timings,
-        )
+# How long a thread that Python has joined may take to end.
+GONE_SECONDS = 10.0
 
 
 class EngineThread:
@@ -86,10 +51,9 @@ class EngineThread:
         # Whether every count is checked whenever the engine has become idle; the thread ends if one is wrong.
         self.check_integrity = False
         self._orders: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
-        self._jobs: dict[Request, Job] = {}
+        self._jobs = Jobs()
         self._lock = threading.Lock()
-        # Jobs submitted and not ended, by whichever thread.
-        self._open = 0
+        self._submitted = 0
         self._room = 0
         self._stopping = False
         # When running jobs are cancelled, once it is stopping.
@@ -107,25 +71,20 @@ class EngineThread:
     def submit(self, jobs: list[Job]) -> None:
         """Start all of `jobs` or none. Raises OverloadedError at once; other refusals come as the job's event."""
         with self._lock:
-            self._check_open()
-            if self._open + len(jobs) > self._room:
+            self.check_open()
+            if self.open_jobs + len(jobs) > self._room:
                 raise OverloadedError(
-                    f"{self._open} requests are running or waiting and {self._room} may; try again later "
+                    f"{self.open_jobs} requests are running or waiting and {self._room} may; try again later "
                     "(--max-waiting changes that)",
                     retry_after=2,
                 )
-            self._open += len(jobs)
+            self._submitted += len(jobs)
             for job in jobs:
-                self._orders.put(partial(self._begin, job=job))
+                self._orders.put(partial(self._jobs.begin, job=job))
 
     def cancel(self, jobs: list[Job]) -> None:
         """End those of `jobs` that have not ended; each then emits its End."""
-
-        def order(engine: Engine) -> None:
-            engine.cancel([job.request for job in jobs if job.request in self._jobs])
-            self._report([job.request for job in jobs])
-
-        self._orders.put(order)
+        self._orders.put(partial(self._jobs.cancel, jobs=jobs))
 
     def call(self, function: Callable[[Engine], Result]) -> "Future[Result]":
         """Run `function` in the engine's thread, between two steps."""
@@ -139,12 +98,12 @@ class EngineThread:
                     future.set_exception(error)
 
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._orders.put(order)
         return future
 
-    def _check_open(self) -> None:
-        """With the lock held, so that an order that is let in is also carried out."""
+    def check_open(self) -> None:
+        """Raises OverloadedError if it is stopping. With the lock held, an order that is let in is also carried out."""
         if self._stopping:
             raise OverloadedError("the server is shutting down", retry_after=5)
 
@@ -155,7 +114,7 @@ class EngineThread:
     @property
     def open_jobs(self) -> int:
         """Jobs that were submitted and have not ended."""
-        return self._open
+        return self._submitted - self._jobs.ended
 
     @property
     def quiet(self) -> bool:
@@ -171,6 +130,7 @@ class EngineThread:
             self._stopping = True
         self._orders.put(None)
         self._thread.join()
+        _wait_until_gone(self._thread)
 
     # In the engine's thread
 
@@ -203,8 +163,7 @@ class EngineThread:
             return False
         self._expire(engine)
         was_idle = engine.idle
-        for request in engine.step().changed:
-            self._pump(engine, request)
+        self._jobs.step(engine)
         if self.check_integrity and engine.idle and not was_idle:
             engine.check_integrity()
         return True
@@ -217,8 +176,7 @@ class EngineThread:
             engine.close()
         except Exception:
             log.exception("the engine could not be closed")
-        self._report(list(self._jobs))
-        # Those that came too late, and all if the engine could not end them.
+        # Those that came too late, too.
         while not self._orders.empty():
             order = self._orders.get()
             try:
@@ -226,11 +184,7 @@ class EngineThread:
                     order(engine)
             except Exception:
                 log.exception("an order to an engine that is closed failed")
-        for job in list(self._jobs.values()):
-            if not job.request.finished:
-                job.request.finish_reason = "error"
-                job.request.error = OverloadedError("the server is shutting down", retry_after=5)
-        self._report(list(self._jobs))
+        self._jobs.close()
 
     def _take_orders(self, engine: Engine, wait: bool) -> bool:
         """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""
@@ -244,60 +198,19 @@ class EngineThread:
             if order is not None:
                 order(engine)
 
-    def _begin(self, engine: Engine, job: Job) -> None:
-        self._jobs[job.request] = job
-        try:
-            engine.submit(job.request)
-        except OneKVError as error:
-            self._refuse(job, error)
-        except Exception as error:
-            log.exception("a request could not be submitted; it ends with an error")
-            self._refuse(job, RequestFailedError.internal(error))
-
-    def _refuse(self, job: Job, error: OneKVError) -> None:
-        job.request.error, job.request.finish_reason = error, "error"
-        self._report([job.request])
-
     def _expire(self, engine: Engine) -> None:
         now = self._now()
         old = [request for request in engine.scheduler.waiting if now - request.created > self._max_wait]
         for request in old:
             waited = f"the request waited {self._max_wait:.0f} s for its turn (--max-wait)"
-            engine.end(request, "error", OverloadedError(waited, retry_after=10))
-        self._report(old)
+            self._jobs.fail(engine, request, OverloadedError(waited, retry_after=10))
 
-    def _pump(self, engine: Engine, request: Request) -> None:
-        """Emit what a request has new."""
-        job = self._jobs[request]
-        try:
-            piece = job.output.take(request)
-        except Exception as error:
-            log.exception("the text of a request could not be made; it ends with an error")
-            engine.end(request, "error", RequestFailedError.internal(error))
-            # It may have ended by itself with the same token.
-            request.finish_reason, request.error = "error", request.error or RequestFailedError.internal(error)
-        else:
-            if (piece.text or piece.tokens) and not self._emit(job, piece):
-                engine.end(request, "cancelled")
-            if job.output.stopped_by is not None:
-                engine.end(request, "stop")
-                request.finish_reason = "stop"
-        self._report([request])
 
-    def _report(self, requests: Iterable[Request]) -> None:
-        """Emit the end of those that have ended, once."""
-        for request in requests:
-            if request.finished and request in self._jobs:
-                job = self._jobs.pop(request)
-                with self._lock:
-                    self._open -= 1
-                self._emit(job, job.end())
-
-    def _emit(self, job: Job, event: Event) -> bool:
-        """Whether the job's consumer has taken an event."""
-        try:
-            job.emit(event)
-        except Exception:
-            log.exception("an event could not be delivered; its request is cancelled")
-            return False
-        return True
+def _wait_until_gone(thread: threading.Thread) -> None:
+    """MLX frees what a thread compiled when the system ends it, and needs the interpreter for that: if that is being
+    taken down by then, the process aborts. Before Python 3.13 `join` returns earlier.
+    """
+    task = Path(f"/proc/self/task/{thread.native_id}")
+    deadline = time.monotonic() + GONE_SECONDS
+    while sys.version_info < (3, 13) and task.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -8,7 +8,10 @@ Who owns what:
 - `Table` (pool/table.py) owns references to blocks of one pool for one sequence.
 - `Sequence` (pool/sequence.py) owns one table per group and its recurrent states.
 - `Step` (step.py) lives for one forward pass: which sequences, where their new tokens go, what they read.
-- the layers (layers.py) speak mlx-lm's cache protocol; they hold no tokens, only the arrays' single reference.
+- a codec (formats/) says how rows are stored; it owns nothing.
+- `LayerKV` (attention/layer.py) writes and reads one layer's arrays, whose single reference it has; backends
+  (attention/) compute attention over them.
+- the layers (layers.py) speak mlx-lm's cache protocol; they hold no tokens.
 - `KVMemory` (kv.py) ties them together for one model.
 
 Units: positions and lengths are tokens, `blocks` are counts or ids of blocks, everything named bytes is bytes.

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from . import device
 from .attention import LayerKV, choose
+from .figures import KVStats
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
 from .layout import Layout, Leaf
 from .pool import IntegrityError, Pool
@@ -172,6 +173,10 @@ class KVMemory:
         layers: int = sum(layer.nbytes for layer in self.state_layers)
         waiting = [part for s in self._open for state in s.states for part in state]
         return layers + sum(part.nbytes for part in waiting if part is not None)
+
+    def stats(self) -> KVStats:
+        pools = tuple(pool.stats() for pool in self.pools)
+        return KVStats(pools, sum(pool.nbytes for pool in self.pools), self.state_bytes)
 
     def check_integrity(self, cached: list[list[int]] | None = None) -> None:
         """Every block is free, held by the open sequences that say so, or in `cached`; raises IntegrityError."""

@@ -16,9 +16,9 @@ from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models import cache as caches_module
 from mlx_lm.models.cache import CacheList
 
-from .kv import BatchKVCache, KVCache
+from .kv import KVCache
 from .loans import footprint
-from .slabs import POOL, STEP, PoolFullError
+from .slabs import SLABS, STEP, PoolFullError
 
 
 def expect(caches: list[Any], new: int, max_tokens: int) -> None:
@@ -104,12 +104,12 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
 
     def footprint(self) -> dict[int, int]:
         """What its sequences hold, by identity: what they share is there once."""
-        return dict(part for cache in self._caches() for part in _parts(cache))
+        return dict(part for cache in self._caches() for part in footprint(cache))
 
     @property
     def prompt_cache_nbytes(self) -> int:
         """Without what a prompt cache counts already."""
-        cached = POOL.cached()
+        cached = SLABS.cached()
         return sum(size for identity, size in self.footprint().items() if identity not in cached)
 
     @property
@@ -121,13 +121,3 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         tokens += sum(self._prompt_batch.max_tokens)
         tokens += sum(most - count for most, count in generated)
         return tokens
-
-
-def _parts(cache: Any) -> Iterator[tuple[int, int]]:
-    if isinstance(cache, CacheList):
-        for part in cache.caches:
-            yield from _parts(part)
-    elif isinstance(cache, BatchKVCache):
-        yield from cache.footprint()
-    else:
-        yield from footprint(cache)

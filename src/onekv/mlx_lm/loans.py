@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, _BaseCache
 
 from .kv import KVCache
+from .kv_batch import BatchKVCache
 from .slabs import own
 
 Cache = Any
@@ -50,7 +51,7 @@ def lend(cache: Cache) -> Cache:
     return twin
 
 
-def state_id(cache: Cache) -> int:
+def identity(cache: Cache) -> int:
     """The same for a cache and its twins."""
     return id(getattr(cache, "__dict__", cache))
 
@@ -74,12 +75,12 @@ def footprint(cache: Cache) -> Iterator[tuple[int, int]]:
     if isinstance(cache, CacheList):
         for part in cache.caches:
             yield from footprint(part)
-    elif isinstance(cache, KVCache):
+    elif isinstance(cache, KVCache | BatchKVCache):
         yield from cache.footprint()
     elif isinstance(cache, ArraysCache):
         yield from ((id(array), array.nbytes) for array in cache.cache if array is not None)
     else:
-        yield state_id(cache), cache.nbytes
+        yield identity(cache), cache.nbytes
 
 
 def length(cache: Cache) -> int | None:

@@ -1,15 +1,18 @@
 """Puts OneKV's classes in the place of mlx-lm's, and back.
 
 Modules of mlx-lm hold the classes under the names they imported. `install` replaces every such name in the modules that
-are loaded; modules that are loaded later import from those. `uninstall` puts back what was there, except for the
-attention of models that an `LLM` runs, installed or not. Caches that exist already stay what they are. Classes that
-mlx-lm does not have are added where `load_prompt_cache` looks for them.
+are loaded; modules that are loaded later import from those. `uninstall` puts back what was there. Caches that exist
+already stay what they are. Classes that mlx-lm does not have are added where `load_prompt_cache` looks for them.
+
+Nothing else of mlx-lm is changed: `REPLACES` has the names where mlx-lm defines them, and `replaced()` every name that
+is OneKV's now. The attention of models that an `LLM` runs is not among them: it is replaced with and without `install`.
 """
 
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.generate import generate_step as stock_generate_step
@@ -18,16 +21,19 @@ from mlx_lm.models import cache
 from mlx_lm import server
 
 from ..memory.attention import hook
+from ..memory.layout import reader  # noqa: F401  (has to find mlx-lm's own classes when it is loaded)
 from .generator import BatchGenerator, generate_step
-from .kv import BatchKVCache, KVCache
+from .kv import KVCache
+from .kv_batch import BatchKVCache
 from .prompt_cache import LRUPromptCache
 from .rotating import RotatingKVCache
 from .rotating_batch import BatchRotatingKVCache
 from .server import ResponseGenerator
-from .slabs import POOL
+from .slabs import SLABS
 from .turbo import TurboQuantKVCache
 from .version import check_version
 
+T = TypeVar("T")
 _PAIRS: list[tuple[Any, Any]] = [
     (cache.KVCache, KVCache),
     (cache.BatchKVCache, BatchKVCache),
@@ -40,6 +46,8 @@ _PAIRS: list[tuple[Any, Any]] = [
     (hook.stock_attention, hook.attention),
 ]
 _ADDED = [TurboQuantKVCache]
+# What is replaced, where mlx-lm defines it; other modules of mlx-lm import it from there.
+REPLACES: tuple[str, ...] = tuple(f"{stock.__module__}.{stock.__name__}" for stock, _ in _PAIRS)
 
 
 def is_installed() -> bool:
@@ -54,18 +62,27 @@ def install(kv_memory: int | str | None = None) -> None:
     """
     check_version()
     if kv_memory is not None:
-        POOL.set_limit(kv_memory)
+        SLABS.set_limit(kv_memory)
     if not is_installed():
-        _replace({id(stock): ours for stock, ours in _PAIRS})
+        for module, name, ours in _held({id(stock): ours for stock, ours in _PAIRS}):
+            setattr(module, name, ours)
         for added in _ADDED:
             setattr(cache, added.__name__, added)
 
 
 def uninstall() -> None:
     if is_installed():
-        _replace({id(ours): stock for stock, ours in _PAIRS}, leave={(name, hook.NAME) for name in hook.hooked})
+        for module, name, stock in _held({id(ours): stock for stock, ours in _PAIRS}):
+            if not _hooked(module, name):
+                setattr(module, name, stock)
         for added in _ADDED:
             delattr(cache, added.__name__)
+
+
+def replaced() -> list[str]:
+    """The names that `install` has set and `uninstall` puts back or takes away: `mlx_lm.models.llama.KVCache`, ..."""
+    ours = {id(value): value for value in (*(ours for _, ours in _PAIRS), *_ADDED)}
+    return sorted(f"{module.__name__}.{name}" for module, name, _ in _held(ours) if not _hooked(module, name))
 
 
 @contextmanager
@@ -80,17 +97,17 @@ def installed(kv_memory: int | str | None = None) -> Iterator[None]:
             uninstall()
 
 
-def _replace(by: dict[int, Any], leave: Container[tuple[str, str]] = ()) -> None:
-    for module, name, value in list(_names([stock for pair in _PAIRS for stock in pair])):
-        if id(value) in by and (module.__name__, name) not in leave:
-            setattr(module, name, by[id(value)])
+def _held(values: dict[int, T]) -> list[tuple[ModuleType, str, T]]:
+    """Where modules of mlx-lm hold an object with one of these ids, and what belongs to that id."""
+    return [
+        (module, name, values[id(value)])
+        for module_name, module in list(sys.modules.items())
+        if module_name == "mlx_lm" or module_name.startswith("mlx_lm.")
+        for name, value in list(vars(module).items())
+        if id(value) in values
+    ]
 
 
-def _names(values: list[Any]) -> Iterator[tuple[Any, str, Any]]:
-    """Where modules of mlx-lm hold any of `values`."""
-    wanted = {id(value) for value in values}
-    for module_name, module in list(sys.modules.items()):
-        if module_name == "mlx_lm" or module_name.startswith("mlx_lm."):
-            for name, value in list(vars(module).items()):
-                if id(value) in wanted:
-                    yield module, name, value
+def _hooked(module: ModuleType, name: str) -> bool:
+    """Whether the name is the attention of a model that an `LLM` runs."""
+    return name == hook.NAME and module.__name__ in hook.hooked

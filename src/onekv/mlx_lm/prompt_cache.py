@@ -1,13 +1,13 @@
 """mlx-lm's LRUPromptCache with one copy of every conversation.
 
-An entry is the caches of one sequence of tokens. The index owns its entries. `fetch_nearest_cache` hands their caches
-out without copying them (`loans` says how); an entry that is lent stays listed and counted, and `insert_cache` with
-what was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that entries share count
+A stored prompt is the caches of one list of tokens. The index owns what is stored. `fetch_nearest_cache` hands caches
+out without copying them (`loans` says how); a prompt that is lent stays listed and counted, and `insert_cache` with
+what was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count
 once.
 
-Which entry is chosen is what mlx-lm chooses: the same tokens, else the shortest entry among those that have most tokens
-in common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system
-entries in mlx-lm's order; within a type the one that was used longest ago goes first.
+Which prompt is chosen is what mlx-lm chooses: the same tokens, else the shortest among those that have most tokens in
+common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system
+prompts in mlx-lm's order; within a type the one that was used longest ago goes first.
 """
 
 import copy
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from .loans import Cache, Loan, compact, footprint, keep, lend, length, share, shareable, state_id
-from .slabs import POOL, Pool
+from .loans import Cache, Loan, compact, footprint, identity, keep, lend, length, share, shareable
+from .slabs import SLABS, Slabs
 
 TYPES = ("assistant", "user", "system")
 NO_LIMIT = 1 << 63
@@ -29,7 +29,7 @@ Ids = np.ndarray[Any, Any]
 
 
 @dataclass(eq=False)
-class Entry:
+class StoredPrompt:
     """`lengths` says how much each cache holds of `tokens`, whatever a borrower has added since."""
 
     model: Any
@@ -80,11 +80,11 @@ class LRUPromptCache:
         self.max_size = max_size
         self.max_bytes = max_bytes
         self.leave_one = False
-        self._queues: dict[str, list[Entry]] = {name: [] for name in TYPES}
-        self._by_model: dict[Any, list[Entry]] = {}
+        self._queues: dict[str, list[StoredPrompt]] = {name: [] for name in TYPES}
+        self._by_model: dict[Any, list[StoredPrompt]] = {}
         self.copies = 0
         self.misses: Counter[str] = Counter()
-        POOL.register(self)
+        SLABS.register(self)
 
     def __len__(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
@@ -99,8 +99,8 @@ class LRUPromptCache:
         The caches are the caller's until it inserts them again or lets go of them.
         """
         self._end_loans(model)
-        for entry, kept in self._candidates(model, tokens):
-            if (caches := self._hand_out(entry, kept)) is not None:
+        for stored, kept in self._candidates(model, tokens):
+            if (caches := self._hand_out(stored, kept)) is not None:
                 self._enforce()
                 return caches, tokens[kept:]
         return None, tokens
@@ -111,19 +111,19 @@ class LRUPromptCache:
         queue = self._queues[cache_type]
         if not prompt_cache:
             return
-        states = {state_id(cache) for cache in prompt_cache}
-        for entry in self._entries(model):
-            returned = any(state_id(cache) in states for cache in entry.caches)
-            if returned or entry.tokens == tokens:
-                self._remove(entry)
-        entry = Entry(model, tokens, [keep(cache) for cache in prompt_cache], cache_type)
+        given = {identity(cache) for cache in prompt_cache}
+        for stored in self._prompts(model):
+            returned = any(identity(cache) in given for cache in stored.caches)
+            if returned or stored.tokens == tokens:
+                self._remove(stored)
+        stored = StoredPrompt(model, tokens, [keep(cache) for cache in prompt_cache], cache_type)
         if can_trim_prompt_cache(prompt_cache):
             # What is shorter can be had from this one.
-            for other in self._entries(model):
-                if len(other.ids) < len(entry.ids) and common_prefix(other.ids, entry.ids) == len(other.ids):
+            for other in self._prompts(model):
+                if len(other.ids) < len(stored.ids) and common_prefix(other.ids, stored.ids) == len(other.ids):
                     self._remove(other)
-        queue.append(entry)
-        self._by_model.setdefault(model, []).append(entry)
+        queue.append(stored)
+        self._by_model.setdefault(model, []).append(stored)
         self._enforce()
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
@@ -132,41 +132,43 @@ class LRUPromptCache:
         while len(self) and (len(self) > count or self.nbytes > size):
             self._remove(self._oldest())
 
-    def reclaim(self, pool: Pool, size: int) -> None:
-        """The pool needs room: what is cached gives way to what runs."""
-        while len(self) and pool.free < size:
+    def reclaim(self, slabs: Slabs, size: int) -> None:
+        """Another slab is needed: what is cached gives way to what runs."""
+        while len(self) and slabs.free < size:
             self._remove(self._oldest())
 
     def identities(self) -> set[int]:
-        caches = [cache for queue in self._queues.values() for entry in queue for cache in entry.caches]
-        return {identity for cache in caches for identity, _ in footprint(cache)}
+        caches = [cache for queue in self._queues.values() for stored in queue for cache in stored.caches]
+        return {key for cache in caches for key, _ in footprint(cache)}
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         sizes = self._bytes_by_type()
         return {name: {"n_sequences": len(self._queues[name]), "n_bytes": sizes[name]} for name in TYPES}
 
     def stats(self) -> dict[str, Any]:
-        """What mlx-lm does not count: entries that are lent now, copies that had to be made, misses by reason."""
-        lent = sum(entry.lent for queue in self._queues.values() for entry in queue)
+        """What mlx-lm does not count: prompts that are lent now, copies that had to be made, misses by reason."""
+        lent = sum(stored.lent for queue in self._queues.values() for stored in queue)
         return {"lent": lent, "copies": self.copies, "misses": dict(self.misses)}
 
     # Search
 
-    def _candidates(self, model: Any, tokens: list[Any]) -> list[tuple[Entry, int]]:
-        """Entries that could serve `tokens` and how many tokens of each, best first."""
+    def _candidates(self, model: Any, tokens: list[Any]) -> list[tuple[StoredPrompt, int]]:
+        """Stored prompts that could serve `tokens` and how many tokens of each, best first."""
         ids = token_ids(tokens)
-        found = [(entry, common_prefix(entry.ids, ids)) for entry in self._entries(model)]
+        found = [(stored, common_prefix(stored.ids, ids)) for stored in self._prompts(model)]
         last = max(0, len(tokens) - 1)
         candidates = []
-        exact = [entry for entry, common in found if common == len(entry.ids) == len(ids)]
+        exact = [stored for stored, common in found if common == len(stored.ids) == len(ids)]
         if exact and not self.leave_one:
             return [(exact[0], len(tokens))]
         # mlx-lm never takes a prefix of one token.
-        prefixes = [(entry, common) for entry, common in found if 1 < common == len(entry.ids) < len(ids)]
+        prefixes = [(stored, common) for stored, common in found if 1 < common == len(stored.ids) < len(ids)]
         shorter = max(prefixes, key=lambda pair: pair[1], default=None)
         most = max((common for _, common in found), default=0)
         if most > (shorter[1] if shorter else 0):
-            longer = min((entry for entry, common in found[::-1] if common == most), key=lambda entry: len(entry.ids))
+            longer = min(
+                (stored for stored, common in found[::-1] if common == most), key=lambda stored: len(stored.ids)
+            )
             if can_trim_prompt_cache(longer.caches):
                 candidates.append((longer, min(last, most)))
         if shorter:
@@ -175,71 +177,71 @@ class LRUPromptCache:
             self.misses["entries cannot be trimmed" if most else "nothing in common"] += 1
         return candidates
 
-    def _entries(self, model: Any) -> list[Entry]:
+    def _prompts(self, model: Any) -> list[StoredPrompt]:
         return list(self._by_model.get(model, ()))
 
     # Loans
 
-    def _hand_out(self, entry: Entry, kept: int) -> list[Cache] | None:
-        cut = len(entry.tokens) - kept
-        if all(shareable(cache) for cache in entry.caches):
-            caches = [share(cache) for cache in entry.caches]
+    def _hand_out(self, stored: StoredPrompt, kept: int) -> list[Cache] | None:
+        cut = len(stored.tokens) - kept
+        if all(shareable(cache) for cache in stored.caches):
+            caches = [share(cache) for cache in stored.caches]
             _trim(caches, [cut] * len(caches))
-        elif entry.lent or 2 * kept < len(entry.tokens):
-            # A loan of little would cost the entry most of what it holds.
-            caches = self._copy(entry, cut)
+        elif stored.lent or 2 * kept < len(stored.tokens):
+            # A loan of little would cost the prompt most of what it holds.
+            caches = self._copy(stored, cut)
         else:
-            caches = self._lend(entry, cut)
-        self._queues[entry.cache_type].remove(entry)
-        self._queues[entry.cache_type].append(entry)
+            caches = self._lend(stored, cut)
+        self._queues[stored.cache_type].remove(stored)
+        self._queues[stored.cache_type].append(stored)
         return caches or None
 
-    def _lend(self, entry: Entry, cut: int) -> list[Cache]:
+    def _lend(self, stored: StoredPrompt, cut: int) -> list[Cache]:
         if cut:
-            tokens = entry.tokens[: len(entry.tokens) - cut]
-            for other in self._entries(entry.model):
+            tokens = stored.tokens[: len(stored.tokens) - cut]
+            for other in self._prompts(stored.model):
                 if other.tokens == tokens:
                     self._remove(other)
-            _trim(entry.caches, [cut] * len(entry.caches))
-            entry.set_tokens(tokens)
-        caches = [share(cache) if shareable(cache) else lend(cache) for cache in entry.caches]
-        entry.loan = Loan([twin for twin, cache in zip(caches, entry.caches, strict=True) if not shareable(cache)])
+            _trim(stored.caches, [cut] * len(stored.caches))
+            stored.set_tokens(tokens)
+        caches = [share(cache) if shareable(cache) else lend(cache) for cache in stored.caches]
+        stored.loan = Loan([twin for twin, cache in zip(caches, stored.caches, strict=True) if not shareable(cache)])
         return caches
 
-    def _copy(self, entry: Entry, cut: int) -> list[Cache]:
+    def _copy(self, stored: StoredPrompt, cut: int) -> list[Cache]:
         """Caches of its own for a second borrower; none if what the first has added cannot be taken off."""
-        excess = [added + cut for added in entry.excess()]
-        if any(n < 0 for n in excess) or (any(excess) and not can_trim_prompt_cache(entry.caches)):
+        excess = [added + cut for added in stored.excess()]
+        if any(n < 0 for n in excess) or (any(excess) and not can_trim_prompt_cache(stored.caches)):
             self.misses["lent to another request"] += 1
             return []
         self.copies += 1
-        caches = [share(cache) if shareable(cache) else copy.deepcopy(cache) for cache in entry.caches]
+        caches = [share(cache) if shareable(cache) else copy.deepcopy(cache) for cache in stored.caches]
         _trim(caches, excess)
         return caches
 
     def _end_loans(self, model: Any) -> None:
-        """Entries whose borrower is gone are whole again, or are no entries any more."""
-        for entry in self._entries(model):
-            if entry.loan is None or entry.loan.open:
+        """Prompts whose borrower is gone are whole again, or are not stored any more."""
+        for stored in self._prompts(model):
+            if stored.loan is None or stored.loan.open:
                 continue
-            entry.loan = None
-            excess = entry.excess()
-            if any(n < 0 for n in excess) or (any(excess) and not can_trim_prompt_cache(entry.caches)):
-                self._remove(entry)
+            stored.loan = None
+            excess = stored.excess()
+            if any(n < 0 for n in excess) or (any(excess) and not can_trim_prompt_cache(stored.caches)):
+                self._remove(stored)
             else:
-                _trim(entry.caches, excess)
+                _trim(stored.caches, excess)
 
     # Limits
 
     def _enforce(self) -> None:
         self.trim_to(n_sequences=self.max_size)
         if self.nbytes > self.max_bytes:
-            # A short entry may be the last one in a slab that was made for a long conversation.
-            for cache in (cache for queue in self._queues.values() for entry in queue for cache in entry.caches):
+            # A short prompt may be the last one in a slab that was made for a long conversation.
+            for cache in (cache for queue in self._queues.values() for stored in queue for cache in stored.caches):
                 compact(cache)
         self.trim_to(n_bytes=self.max_bytes)
 
-    def _oldest(self) -> Entry:
+    def _oldest(self) -> StoredPrompt:
         """The next one to go, as mlx-lm chooses: of a type only while there are not fewer of it than of the next."""
         queues = [self._queues[name] for name in TYPES]
         for queue, following in pairwise(queues):
@@ -247,25 +249,25 @@ class LRUPromptCache:
                 return queue[0]
         return queues[-1][0]
 
-    def _remove(self, entry: Entry) -> None:
-        self._queues[entry.cache_type].remove(entry)
-        entries = self._by_model[entry.model]
-        entries.remove(entry)
-        if not entries:
-            del self._by_model[entry.model]
+    def _remove(self, stored: StoredPrompt) -> None:
+        self._queues[stored.cache_type].remove(stored)
+        prompts = self._by_model[stored.model]
+        prompts.remove(stored)
+        if not prompts:
+            del self._by_model[stored.model]
 
     def _bytes_by_type(self) -> dict[str, int]:
         seen: set[int] = set()
         return {name: _new_bytes(self._queues[name], seen) for name in TYPES}
 
 
-def _new_bytes(entries: Iterable[Entry], seen: set[int]) -> int:
+def _new_bytes(prompts: Iterable[StoredPrompt], seen: set[int]) -> int:
     total = 0
-    for entry in entries:
-        for cache in entry.caches:
-            for identity, size in footprint(cache):
-                if identity not in seen:
-                    seen.add(identity)
+    for stored in prompts:
+        for cache in stored.caches:
+            for key, size in footprint(cache):
+                if key not in seen:
+                    seen.add(key)
                     total += size
     return total
 

@@ -16,8 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache as StockRotating
 
-Pair = tuple[mx.array, mx.array]
-State = tuple[Any, ...]
+from .slabs import KV
 
 
 def join(parts: list[mx.array]) -> mx.array:
@@ -74,13 +73,13 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
     keep: int
     _idx: int
     # What a chunk that did not fit reads, for layers that share it; gone with the next update.
-    _fetched: Pair | None = None
+    _fetched: KV | None = None
 
     def stock(self) -> StockRotating:
         """An empty cache of mlx-lm's own that keeps the same."""
         return StockRotating(max_size=self.max_size, keep=self.keep)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         self._fetched = None
         count = keys.shape[2]
         empty = self.keys is None
@@ -130,7 +129,7 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
         ordered = self._ordered(cast(mx.array, held))
         return join([*newest(ordered, self.max_size - 1, self.keep), new])
 
-    def keys_and_values(self) -> Pair:
+    def keys_and_values(self) -> KV:
         if self._fetched is not None:
             return self._fetched
         keys, values = cast(mx.array, self.keys), cast(mx.array, self.values)
@@ -138,7 +137,7 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
         return keys[..., :used, :], values[..., :used, :]
 
     @property
-    def state(self) -> State:
+    def state(self) -> tuple[Any, ...]:
         # Free columns need not be stored. What a chunk reads is not needed by whoever evaluates the state.
         self._fetched = None
         keys, values = self.keys, self.values
@@ -147,7 +146,7 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
         return keys, values, self.offset, self.keep, self.max_size, self._idx
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.keep, self.max_size, self._idx = state
 
     @classmethod

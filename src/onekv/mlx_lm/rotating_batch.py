@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchRotatingKVCache as StockBatchRotating
 
-from .rotating import Pair, RotatingKVCache, State, filled, in_order, join, newest, put, ring_like
-from .slabs import own
+from .rotating import RotatingKVCache, filled, in_order, join, newest, put, ring_like
+from .slabs import KV, own
 
 
 class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
@@ -30,9 +30,9 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
     _offset: int
     # Where each row's prompt ends, while rows are padded on the right.
     _lengths: mx.array | None = None
-    _fetched: Pair | None = None
+    _fetched: KV | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         self._fetched = None
         if keys.shape[2] == 1:
             return self._update_one(keys, values)
@@ -42,7 +42,7 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
             return self._append(keys, values)
         return self._update_chunk(keys, values, empty)
 
-    def _update_one(self, keys: mx.array, values: mx.array) -> Pair:
+    def _update_one(self, keys: mx.array, values: mx.array) -> KV:
         if self._lengths is not None:
             raise RuntimeError("finalize() must be called before the first token is generated")
         self._make_ring(keys, values)
@@ -52,14 +52,14 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
             self.left_padding = self.left_padding - 1
         return self._append(keys, values)
 
-    def _append(self, keys: mx.array, values: mx.array) -> Pair:
+    def _append(self, keys: mx.array, values: mx.array) -> KV:
         put(cast(mx.array, self.keys), keys, self._idx)
         put(cast(mx.array, self.values), values, self._idx)
         self._advance(keys.shape[2])
         self._idx += keys.shape[2]
         return self.keys_and_values()
 
-    def _update_chunk(self, keys: mx.array, values: mx.array, empty: bool) -> Pair:
+    def _update_chunk(self, keys: mx.array, values: mx.array, empty: bool) -> KV:
         """A chunk that is joined with what is held before the oldest columns give way."""
         if not empty:
             self._to_order()
@@ -123,7 +123,7 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
 
     _temporal_order = _to_order
 
-    def keys_and_values(self) -> Pair:
+    def keys_and_values(self) -> KV:
         if self._fetched is not None:
             return self._fetched
         keys, values = cast(mx.array, self.keys), cast(mx.array, self.values)
@@ -135,7 +135,7 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
         self._lengths = None
 
     @property
-    def state(self) -> State:
+    def state(self) -> tuple[Any, ...]:
         self._fetched = None
         keys, values = self.keys, self.values
         if keys is not None and values is not None and self._offset < keys.shape[2]:
@@ -144,7 +144,7 @@ class BatchRotatingKVCache(StockBatchRotating):  # type: ignore[misc]
         return keys, values, *counts
 
     @state.setter
-    def state(self, state: State) -> None:
+    def state(self, state: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.left_padding, *rest = state
         self.max_size, self._offset, self._idx, self.rotated = rest
 

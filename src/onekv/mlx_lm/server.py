@@ -15,7 +15,7 @@ from ..errors import MemoryBudgetError
 from ..units import format_size
 from .generator import BatchGenerator, bytes_per_token
 from .prompt_cache import LRUPromptCache
-from .slabs import POOL, STEP
+from .slabs import SLABS, whole_steps
 
 
 class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
@@ -40,12 +40,11 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         running = list(BatchGenerator.running)
         held = sum(sum(generator.footprint().values()) for generator in running)
         promised = sum(generator.outstanding for generator in running) * size
-        # A slab has a multiple of so many columns.
-        needed = -(-(prompt + max_tokens) // STEP) * STEP * size
-        if needed + held + promised > POOL.limit:
+        needed = whole_steps(prompt + max_tokens) * size
+        if needed + held + promised > SLABS.limit:
             raise MemoryBudgetError(
                 f"a prompt of {prompt} tokens and up to {max_tokens} more need {format_size(needed)} of KV memory; "
-                f"of {format_size(POOL.limit)}, {format_size(held + promised)} are held or promised to others; "
+                f"of {format_size(SLABS.limit)}, {format_size(held + promised)} are held or promised to others; "
                 "send less, ask for less (max_tokens), or raise --kv-memory"
             )
 

@@ -1,20 +1,21 @@
 """The memory of KVCache: slabs that are written in place, and who reads how much of each.
 
 A slab is one pair of arrays, `[rows, heads, capacity, dim]`, for one layer; it owns them and no other handle to them is
-kept, so that writes happen in place. A piece is one holder's view of the first `length` columns of a slab. A sequence
-is a list of pieces. Copying a sequence copies pieces; no KV moves:
+kept, so that writes happen in place. An extent is the first `length` columns of a slab, as one holder reads them. What
+a layer keeps of a sequence is a list of extents. Copying it copies extents; no KV moves:
 
-    slab      | columns 0 .. capacity                                |
-    piece a   | a reads these          |
-    piece b   | b reads these     |        b goes on in a slab of its own, because a's next columns are taken
-                                  ^ a may go on here: nobody else reads past it
+    slab       | columns 0 .. capacity                                |
+    extent a   | a reads these          |
+    extent b   | b reads these     |        b goes on in a slab of its own, because a's next columns are taken
+                                        ^ a may go on here: nobody else reads past it
 
-Growth is another slab: nothing is moved, and what is there stays where it is. The pool counts the bytes of all slabs
-that are alive against its limit. When it is full, caches that hold old conversations are asked to let go of some.
+Growth is another slab: nothing is moved, and what is there stays where it is. `SLABS` counts the bytes of all slabs
+that are alive against a limit. When that is reached, caches that hold old conversations are asked to let go of some.
 """
 
 import threading
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -31,7 +32,9 @@ TAILS = 4
 # Of the memory that is free when the first slab is made.
 DEFAULT_SHARE = "80%"
 
-Views = list[tuple[mx.array, mx.array]]
+# Keys and values, [rows, heads, columns, dim].
+KV = tuple[mx.array, mx.array]
+Views = list[KV]
 
 
 class PoolFullError(MemoryBudgetError):
@@ -39,15 +42,15 @@ class PoolFullError(MemoryBudgetError):
 
 
 class Reclaims(Protocol):
-    def reclaim(self, pool: "Pool", size: int) -> None:
-        """Let go of entries until `size` bytes are free or nothing is left."""
+    def reclaim(self, slabs: "Slabs", size: int) -> None:
+        """Let go of what is stored until `size` bytes are free or nothing is left."""
 
     def identities(self) -> set[int]:
         """Of the slabs and other parts it holds."""
 
 
-class Pool:
-    """Counts; it owns no memory itself."""
+class Slabs:
+    """Counts those that are alive; it owns no memory itself."""
 
     def __init__(self) -> None:
         self.used = 0
@@ -95,7 +98,12 @@ class Pool:
             self.used -= size
 
 
-POOL = Pool()
+SLABS = Slabs()
+
+
+def whole_steps(tokens: int, step: int = STEP) -> int:
+    """`tokens`, rounded up to what is allocated for them."""
+    return -(-tokens // step) * step
 
 
 def own(array: mx.array) -> mx.array:
@@ -104,19 +112,19 @@ def own(array: mx.array) -> mx.array:
 
 
 class Slab:
-    __slots__ = ("__weakref__", "_pool", "capacity", "k", "nbytes", "pieces", "v")
+    __slots__ = ("__weakref__", "_slabs", "capacity", "extents", "k", "nbytes", "v")
 
-    def __init__(self, k: mx.array, v: mx.array, pool: Pool = POOL) -> None:
+    def __init__(self, k: mx.array, v: mx.array, slabs: Slabs = SLABS) -> None:
         self.nbytes = 0
-        self._pool = pool
-        pool.take(k.nbytes + v.nbytes)
+        self._slabs = slabs
+        slabs.take(k.nbytes + v.nbytes)
         self.nbytes = k.nbytes + v.nbytes
         self.k, self.v = k, v
         self.capacity = k.shape[2]
-        self.pieces: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self.extents: weakref.WeakSet[Extent] = weakref.WeakSet()
 
     def __del__(self) -> None:
-        self._pool.give(self.nbytes)
+        self._slabs.give(self.nbytes)
 
     def write(self, at: int, keys: mx.array, values: mx.array) -> None:
         end = at + keys.shape[2]
@@ -126,109 +134,115 @@ class Slab:
             self.v[..., at:end, :] = values
 
 
-class Piece:
+class Extent:
     __slots__ = ("__weakref__", "length", "slab")
 
     def __init__(self, slab: Slab, length: int) -> None:
         self.slab = slab
         self.length = length
-        slab.pieces.add(self)
+        slab.extents.add(self)
 
     @property
     def room(self) -> int:
-        """How many tokens can be added here without touching what another piece reads."""
-        if any(piece.length > self.length for piece in self.slab.pieces):
+        """How many tokens can be added here without touching what another extent reads."""
+        if any(extent.length > self.length for extent in self.slab.extents):
             return 0
         return self.slab.capacity - self.length
 
-    def view(self) -> tuple[mx.array, mx.array]:
+    def view(self) -> KV:
         return self.slab.k[..., : self.length, :], self.slab.v[..., : self.length, :]
 
 
-class Sequence:
-    """The keys and values of one layer for one sequence (or several of one length), in pieces."""
+class Columns:
+    """The keys and values of one layer for one sequence (or several of one length), in extents."""
 
-    __slots__ = ("expected", "pieces")
+    __slots__ = ("expected", "extents")
 
-    def __init__(self, pieces: list[Piece] | None = None) -> None:
-        self.pieces = pieces or []
+    def __init__(self, extents: list[Extent] | None = None) -> None:
+        self.extents = extents or []
         # How many tokens there will be in all, if somebody said so.
         self.expected = 0
 
     @classmethod
-    def of(cls, keys: mx.array, values: mx.array) -> "Sequence":
+    def of(cls, keys: mx.array, values: mx.array) -> "Columns":
         """A sequence that holds these arrays themselves."""
-        return cls([Piece(Slab(keys, values), keys.shape[2])]) if keys.shape[2] else cls()
+        return cls([Extent(Slab(keys, values), keys.shape[2])]) if keys.shape[2] else cls()
 
     @property
     def length(self) -> int:
-        return sum(piece.length for piece in self.pieces)
+        return sum(extent.length for extent in self.extents)
 
     @property
     def slabs(self) -> list[Slab]:
-        return [piece.slab for piece in self.pieces]
+        return [extent.slab for extent in self.extents]
 
-    def fork(self) -> "Sequence":
-        other = Sequence([Piece(piece.slab, piece.length) for piece in self.pieces])
+    def fork(self) -> "Columns":
+        other = Columns([Extent(extent.slab, extent.length) for extent in self.extents])
         other.expected = self.expected
         return other
 
     def trim(self, count: int) -> None:
-        while count > 0 and self.pieces:
-            cut = min(count, self.pieces[-1].length)
-            self.pieces[-1].length -= cut
+        while count > 0 and self.extents:
+            cut = min(count, self.extents[-1].length)
+            self.extents[-1].length -= cut
             count -= cut
-            if not self.pieces[-1].length:
-                self.pieces.pop()
+            if not self.extents[-1].length:
+                self.extents.pop()
 
     def append(self, keys: mx.array, values: mx.array, step: int = STEP) -> None:
         count, done = keys.shape[2], 0
         while done < count:
-            room = self.pieces[-1].room if self.pieces else 0
+            room = self.extents[-1].room if self.extents else 0
             if not room:
                 self._add_slab(keys, values, count - done, step)
                 continue
-            piece = self.pieces[-1]
+            extent = self.extents[-1]
             size = min(room, count - done)
-            piece.slab.write(piece.length, keys[..., done : done + size, :], values[..., done : done + size, :])
-            piece.length += size
+            extent.slab.write(extent.length, keys[..., done : done + size, :], values[..., done : done + size, :])
+            extent.length += size
             done += size
 
     def _add_slab(self, keys: mx.array, values: mx.array, count: int, step: int) -> None:
         length = self.length
-        part = FINE if len(self.pieces) < FEW_SLABS else COARSE
+        part = FINE if len(self.extents) < FEW_SLABS else COARSE
         wanted = max(count, self.expected - length if self.expected > length else length // part)
         # The first slab is as mlx-lm would make it. Later ones are often tails of a few tokens on a shared prefix.
-        step = max(1, step // TAILS) if self.pieces else step
-        capacity = (wanted + step - 1) // step * step
-        like = self.pieces[0].slab if self.pieces else None
+        step = max(1, step // TAILS) if self.extents else step
+        capacity = whole_steps(wanted, step)
+        like = self.extents[0].slab if self.extents else None
         k_type, v_type = (like.k.dtype, like.v.dtype) if like else (keys.dtype, values.dtype)
         heads = keys.shape[:2]
         slab = Slab(
             mx.zeros((*heads, capacity, keys.shape[3]), k_type), mx.zeros((*heads, capacity, values.shape[3]), v_type)
         )
-        self.pieces.append(Piece(slab, 0))
+        self.extents.append(Extent(slab, 0))
 
     def compact(self) -> None:
         """Move what is the only use of a slab, and less than half of it, into one that fits."""
-        for i, piece in enumerate(self.pieces):
-            if len(piece.slab.pieces) == 1 and 2 * piece.length < piece.slab.capacity:
-                k, v = (own(array) for array in piece.view())
+        for i, extent in enumerate(self.extents):
+            if len(extent.slab.extents) == 1 and 2 * extent.length < extent.slab.capacity:
+                k, v = (own(array) for array in extent.view())
                 mx.eval(k, v)
-                self.pieces[i] = Piece(Slab(k, v), piece.length)
+                self.extents[i] = Extent(Slab(k, v), extent.length)
 
     def views(self) -> Views:
-        return [piece.view() for piece in self.pieces]
+        return [extent.view() for extent in self.extents]
 
 
-def dense(views: Views) -> tuple[mx.array, mx.array]:
+def footprint(rows: Iterable[Columns]) -> Iterator[tuple[int, int]]:
+    """The slabs that any of `rows` refers to, each once, and their sizes."""
+    slabs = {id(slab): slab for row in rows for slab in row.slabs}
+    return ((key, slab.nbytes) for key, slab in slabs.items())
+
+
+def dense(views: Views) -> KV:
     """All columns in one array: a view if they are in one slab, else a copy that is made when it is used."""
     if len(views) == 1:
         return views[0]
     return mx.concatenate([k for k, _ in views], axis=2), mx.concatenate([v for _, v in views], axis=2)
 
 
-class State(dict[int, Any]):
+class CacheState(dict[int, Any]):
     """What `state` gives where keys and values are in several slabs.
 
     Python sees mlx-lm's tuple. mx.eval, which is how mlx-lm makes a cache store what it was given, looks inside the

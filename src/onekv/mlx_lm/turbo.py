@@ -23,9 +23,11 @@ from mlx_lm.models.cache import KVCache as StockKVCache
 from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..errors import SettingError
+from ..memory.attention.chunk import causal
 from ..memory.attention.hook import Attends, Mask, stock_attention
 from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
+from .slabs import KV, whole_steps
 
 BITS = (4, 3, 2)
 # Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.
@@ -36,7 +38,6 @@ ROOM = 16
 UNSEEN = -1e30
 
 Parts = list[mx.array]
-Pair = tuple[mx.array, mx.array]
 
 
 class Codecs(NamedTuple):
@@ -61,9 +62,9 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         self.values: Parts | None = None
         self.offset = 0
         self._dtype = ""
-        self._fetched: Pair | None = None
+        self._fetched: KV | None = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Pair:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> KV:
         # Handles to what is stored would make writes copy it.
         self._fetched = None
         if self.keys is None:
@@ -85,14 +86,14 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         if parts is not None and self.offset + count <= parts[0].shape[2]:
             return parts
         wanted = self.offset + max(count, self.offset // ROOM)
-        capacity = (wanted + self.step - 1) // self.step * self.step
-        made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.parts]
+        capacity = whole_steps(wanted, self.step)
+        made = [mx.zeros((rows, heads, capacity, part.width), part.dtype) for part in codec.planes]
         if parts is not None and self.offset:
             for old, part in zip(parts, made, strict=True):
                 part[..., : self.offset, :] = old[..., : self.offset, :]
         return made
 
-    def keys_and_values(self) -> Pair:
+    def keys_and_values(self) -> KV:
         """What is stored as the model gave it, decoded if somebody reads it."""
         if self._fetched is None:
             codecs = self.codecs
@@ -103,7 +104,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
     def attend(
         self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array | None:
-        if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
+        if not self._is_fetched(keys, values):
             return None
         few = queries.shape[2] <= FEW_TOKENS and mx.default_device() == mx.cpu
         # Masks of each head are for the models that make them.
@@ -137,7 +138,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         )
         return out.astype(queries.dtype).reshape(rows, query_heads, tokens, -1)
 
-    def _decoded(self) -> Pair:
+    def _decoded(self) -> KV:
         """What is stored, in the rotated basis; lazy."""
         codecs, (keys, values) = self.codecs, self._used()
         return codecs.keys.decode(keys, self.dtype), codecs.values.decode(values, self.dtype)
@@ -249,7 +250,7 @@ def _dim(parts: Parts, bits: int) -> int:
 def _bias(mask: Mask, tokens: int, length: int) -> mx.array | None:
     """What is added to the scores of `tokens` queries, [tokens, length]."""
     if isinstance(mask, str):
-        mask = mx.arange(length - tokens, length)[:, None] >= mx.arange(length) if tokens > 1 else None
+        mask = causal(tokens, length) if tokens > 1 else None
     if mask is None:
         return None
     bias = mx.where(mask, 0.0, UNSEEN) if mask.dtype == mx.bool_ else mask.astype(mx.float32)

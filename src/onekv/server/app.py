@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -14,16 +14,16 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..errors import OneKVError
+from ..inbox import ClientGoneError
 from . import admin, anthropic, openai
 from .backend import Backend
 from .errors import BadRequestError, NotFoundError
 from .guard import Guard, error_response
 from .settings import ServerSettings
-from .streaming import ClientGoneError
 
 
-def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
-    """The server for a backend that was started; it stops the backend when it ends."""
+def create_app(backend: Backend, settings: ServerSettings, routers: Sequence[APIRouter] = ()) -> FastAPI:
+    """The server for a backend that was started, with `routers` of others; it stops the backend when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -42,7 +42,7 @@ def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
         redoc_url=None,
     )
     app.state.backend = backend
-    for router in (openai.router, anthropic.router, admin.router):
+    for router in (openai.router, anthropic.router, admin.router, *routers):
         app.include_router(router)
     app.add_exception_handler(OneKVError, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -69,15 +69,15 @@ async def _invalid(request: Request, error: Exception) -> Response:
 def _place(body: Any, location: Sequence[int | str]) -> list[str]:
     """Where in `body` an error is, without the names that pydantic adds for the variants it tried."""
     place: list[str] = []
-    for index, part in enumerate(location):
+    for index, key in enumerate(location):
         last = index == len(location) - 1
-        if isinstance(body, list) and isinstance(part, int) and part < len(body):
-            body = body[part]
-        elif isinstance(body, dict) and (part in body or last):
-            body = body.get(part)
+        if isinstance(body, list) and isinstance(key, int) and key < len(body):
+            body = body[key]
+        elif isinstance(body, dict) and (key in body or last):
+            body = body.get(key)
         else:
             continue
-        place.append(str(part))
+        place.append(str(key))
     return place
 
 

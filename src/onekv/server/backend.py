@@ -1,21 +1,21 @@
 """The model behind the server, as the event loop sees it.
 
-`Backend` owns the engine thread. `generate` turns prompts into `Generation`s: async iterators over what the engine
-emits. A generation that is dropped (its client went away) is cancelled when it is closed; always use it as
+`Backend` owns an `AsyncLLM` and adds what a server needs: the model's name, the longest answer, metrics. `generate`
+starts generations, whose events come into one `Inbox`; those that have not ended when the block is left (the client
+went away) are cancelled:
 
-    async with backend.generate([...]) as generations: ...
-
-The engine never waits for a reader: events pile up in the generation's own queue, at most max_tokens of them.
+    with backend.generate([...]) as inbox: ...
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ..engine import Constraint, End, Engine, EngineThread, Event, Job, Piece, Request, Sampling, TextOutput
-from ..errors import OneKVError, OverloadedError, TooLongError
+from ..async_llm import AsyncLLM
+from ..engine import Constraint, Request, Sampling
+from ..errors import OneKVError, TooLongError
+from ..inbox import Inbox
 from ..llm import LLM
 from ..models import DEFAULT_MODEL
 from .errors import BadRequestError, NotFoundError
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Generation:
     """One generation to start. Without `max_tokens` it may go on to the backend's default, or as far as fits."""
 
     tokens: list[int]
@@ -39,60 +39,30 @@ class Prompt:
     clamp: bool = False
 
 
-class Generation(AsyncIterator[Piece]):
-    """Pieces of text as they come. Raises the request's OneKVError; `end` is set after the last piece."""
-
-    def __init__(self) -> None:
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.end: End | None = None
-
-    def put(self, event: Event) -> None:
-        self._events.put_nowait(event)
-
-    async def __anext__(self) -> Piece:
-        if self.end is not None:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, OneKVError):
-            raise event
-        if isinstance(event, End):
-            self.end = event
-            if event.finish_reason == "cancelled":
-                # Whoever cancels by itself does not read on.
-                raise OverloadedError("the server is shutting down; the answer was cut off", retry_after=5)
-            raise StopAsyncIteration
-        return event
-
-
 class Backend:
     def __init__(
         self,
         model: str = DEFAULT_MODEL,
         *,
-        max_waiting: int = 256,
-        max_wait: float = 600.0,
         default_max_tokens: int = 4096,
         **settings: Any,
     ) -> None:
-        self._model, self._settings = model, settings
+        """The rest are the arguments of `AsyncLLM`."""
+        self.engine = AsyncLLM(model, **settings)
+        self.thread = self.engine.thread
         self.default_max_tokens = default_max_tokens
-        self.thread = EngineThread(self._build, max_waiting, max_wait)
         self.metrics = Metrics()
         self.llm: LLM
 
-    def _build(self) -> Engine:
-        self.llm = LLM(self._model, **self._settings)
-        self.thread.check_integrity = self.llm.settings.check_integrity
-        return self.llm.engine
-
     def start(self) -> None:
         """Load the model; blocks until it is ready."""
-        self.thread.start()
+        self.engine.start()
+        self.llm = self.engine.llm
         self.name = self.llm.name
         self.tokenizer = self.llm.tokenizer
 
     def stop(self, grace: float) -> None:
-        self.thread.stop(grace)
+        self.engine.stop(grace)
 
     def check_model(self, name: str) -> None:
         """Raises NotFoundError if `name` is not the model there is."""
@@ -106,7 +76,7 @@ class Backend:
                 return [int(token) for token in self.tokenizer.encode(prompt)]
             except UnicodeEncodeError:
                 raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
-        vocabulary = self.llm.plan.layout.vocabulary
+        vocabulary = self.llm.vocabulary
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise BadRequestError(f"token id {wrong} is out of range; the model knows 0 to {vocabulary - 1}", "prompt")
@@ -115,10 +85,7 @@ class Backend:
     @property
     def longest(self) -> int:
         """The most tokens a request may have, prompt and answer together."""
-        limits = [self.llm.plan.longest]
-        if self.llm.context is not None and self.llm.settings.max_kv_size is None:
-            limits.append(self.llm.context)
-        return min(limits)
+        return self.llm.longest
 
     def max_tokens(self, prompt: int, wanted: int | None, clamp: bool = False) -> int:
         """Tokens to generate at most after `prompt` tokens. Raises TooLongError with the numbers."""
@@ -134,44 +101,28 @@ class Backend:
             )
         return wanted if wanted is not None else min(room, self.default_max_tokens)
 
-    @asynccontextmanager
-    async def generate(self, prompts: list[Prompt]) -> AsyncIterator[list[Generation]]:
-        """Start all `prompts` or none; whatever has not ended when the block is left is cancelled."""
-        loop = asyncio.get_running_loop()
-        generations = [Generation() for _ in prompts]
+    @contextmanager
+    def generate(self, generations: list[Generation]) -> Iterator[Inbox]:
+        """Start all `generations` or none; whatever has not ended when the block is left is cancelled."""
         try:
-            jobs = [self._job(p, generation, loop) for p, generation in zip(prompts, generations, strict=True)]
-            self.thread.submit(jobs)
+            requests = [self._request(generation) for generation in generations]
+            inbox, jobs = self.engine.submit(requests, [self.metrics.observe(request) for request in requests])
         except OneKVError as error:
             self.metrics.refused(error)
             raise
         try:
-            yield generations
+            yield inbox
         finally:
-            left = [job for job, generation in zip(jobs, generations, strict=True) if generation.end is None]
+            left = [job for index, job in enumerate(jobs) if index in inbox.open]
             if left:
                 self.thread.cancel(left)
 
-    def _job(self, prompt: Prompt, generation: Generation, loop: asyncio.AbstractEventLoop) -> Job:
-        request = Request(
-            prompt.tokens,
-            self.max_tokens(len(prompt.tokens), prompt.max_tokens, prompt.clamp),
-            prompt.sampling,
-            salt=prompt.salt,
-            top_logprobs=prompt.top_logprobs,
-            constraint=prompt.constraint,
-        )
-        output = TextOutput(self.tokenizer.detokenizer, self.llm.stop_tokens, prompt.stops)
-        observe = self.metrics.observe(request)
-
-        def emit(event: Event) -> None:
-            observe(event)
-            # A loop that was closed has nobody left to read.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(generation.put, event)
-
-        return Job(request, output, emit)
+    def _request(self, wanted: Generation) -> Request:
+        count = self.max_tokens(len(wanted.tokens), wanted.max_tokens, wanted.clamp)
+        sampling = replace(wanted.sampling, stop=wanted.stops, logprobs=wanted.top_logprobs)
+        return Request(wanted.tokens, count, sampling, salt=wanted.salt, constraint=wanted.constraint)
 
     async def call(self, function: Callable[[LLM], Result]) -> Result:
-        """Run `function` in the engine's thread, between two steps."""
-        return await asyncio.wrap_future(self.thread.call(lambda engine: function(self.llm)))
+        """Run `function` in the engine's thread, between two steps. Raises OverloadedError where that has ended."""
+        self.thread.check_open()
+        return await self.engine.call(function)

@@ -14,13 +14,13 @@ import numpy as np
 
 from ..errors import RequestFailedError, SettingError
 from .backend import Backend
+from .call import ChatCall
 from .errors import BadRequestError, FormError
 from .prompt import CALL_END, CALL_START, calls_as_json, uses_tools
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from .chat import ChatCall
 
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 # One way to write JSON, the way earlier calls are rendered: a call that comes back is found in the prefix cache, and a
@@ -70,7 +70,7 @@ class GrammarConstraint:
             raise (FormError if asked else RequestFailedError)(message)
 
 
-def constraint_for(backend: Backend, call: "ChatCall", thinking: bool) -> GrammarConstraint | None:
+def constraint_for(backend: Backend, call: ChatCall, thinking: bool) -> GrammarConstraint | None:
     """What the answers to `call` must keep to, if anything; `thinking`: the prompt has opened the reasoning."""
     tokenizer = backend.tokenizer
     tools = _callable_tools(call)
@@ -112,7 +112,7 @@ def _reason(matcher: "LLMatcher") -> str:
     return text.partition("failed to compile JSON schema: ")[2] or text
 
 
-def _callable_tools(call: "ChatCall") -> list[dict[str, Any]]:
+def _callable_tools(call: ChatCall) -> list[dict[str, Any]]:
     """The functions that the form has to provide for."""
     if not uses_tools(call):
         return []
@@ -127,7 +127,7 @@ def _callable_tools(call: "ChatCall") -> list[dict[str, Any]]:
     return named
 
 
-def _grammar(call: "ChatCall", functions: list[dict[str, Any]], model: "LLTokenizer", tokenizer: Any) -> str:
+def _grammar(call: ChatCall, functions: list[dict[str, Any]], model: "LLTokenizer", tokenizer: Any) -> str:
     """A Lark grammar of the calls, the answer, or both."""
     rules, starts = [], []
     if functions:

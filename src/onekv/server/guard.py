@@ -4,6 +4,9 @@ host      a name by which the server may be called, so that no web page reaches 
 body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
 origin    a web page of another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
+
+Starlette's TrustedHostMiddleware is not used for the first: it knows lists of names, not "any address of this machine",
+refuses clients that send no Host, and answers in plain text.
 """
 
 import hashlib
@@ -13,7 +16,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as ASGIMessage
 
 from ..errors import OneKVError
 from .errors import (
@@ -64,7 +68,7 @@ class Guard:
         """Whatever fails that no handler knows is logged, and the client is told no more than where."""
         started = False
 
-        async def sending(message: Message) -> None:
+        async def sending(message: ASGIMessage) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -112,19 +116,18 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
             raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are read (--max-body)")
-        parts: list[bytes] = []
+        received: list[bytes] = []
         size, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise BadRequestError("the connection was closed before the body was complete")
-            part: bytes = message.get("body", b"")
-            size += len(part)
+            received.append(message.get("body", b""))
+            size += len(received[-1])
             if size > self._max_body:
                 raise TooLargeError(f"the body has more than {self._max_body} bytes (--max-body)")
-            parts.append(part)
             more = message.get("more_body", False)
-        body = b"".join(parts)
+        body = b"".join(received)
         await check_shape(body)
         return body
 
@@ -136,11 +139,11 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].rstrip(".").lower()
 
 
-def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[ASGIMessage]]:
     """`receive` as if nobody had read the body yet."""
     given = False
 
-    async def replayed() -> Message:
+    async def replayed() -> ASGIMessage:
         nonlocal given
         if given:
             return await receive()

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..engine import End, Event, Piece, Request
+from ..engine import Delta, End, Event, Request
 from ..errors import OneKVError
 from ..llm import MemoryStats, PoolStats, Stats
 from ..prefix.figures import PrefixStats
@@ -74,7 +74,7 @@ class Metrics:
         def on_event(event: Event) -> None:
             nonlocal last
             now = time.perf_counter()
-            if not isinstance(event, Piece):
+            if not isinstance(event, Delta):
                 self._ended(request, event, now)
             elif event.tokens:
                 if last is None:

@@ -7,18 +7,15 @@ described in the system message; calls and results then are text.
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import TemplateError
 
 from .backend import Backend
+from .call import ChatCall, ChatMessage
 from .errors import BadRequestError
-from .segments import Format
+from .segments import Markers
 
-if TYPE_CHECKING:
-    from .chat import ChatCall
-
-Message = dict[str, Any]
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _JSON_PARSER = "mlx_lm.tool_parsers.json_tools"
 # What the Python and Jinja code of a template raises on messages it was not made for.
@@ -43,7 +40,7 @@ class Rendered:
     thinking: bool
 
 
-def render(backend: Backend, call: "ChatCall") -> Rendered:
+def render(backend: Backend, call: ChatCall) -> Rendered:
     """The prompt of `call`. Raises BadRequestError if the model's template does not take its messages."""
     tokenizer = backend.tokenizer
     if not tokenizer.has_chat_template:
@@ -70,7 +67,7 @@ def render(backend: Backend, call: "ChatCall") -> Rendered:
     return Rendered([int(token) for token in tokens], opened)
 
 
-def uses_tools(call: "ChatCall") -> bool:
+def uses_tools(call: ChatCall) -> bool:
     return bool(call.tools) and call.tool_choice != "none"
 
 
@@ -84,15 +81,15 @@ def calls_as_json(tokenizer: Any) -> bool:
     return not knows_tools(tokenizer) or tokenizer.tool_parser.__module__ == _JSON_PARSER
 
 
-def text_format(tokenizer: Any, call: "ChatCall") -> Format:
+def markers_of(tokenizer: Any, call: ChatCall) -> Markers:
     """The markers to expect in the answers to `call`."""
-    form = Format(tokenizer.think_start, tokenizer.think_end)
+    markers = Markers(tokenizer.think_start, tokenizer.think_end)
     if not uses_tools(call):
-        return form
+        return markers
     if not knows_tools(tokenizer):
-        return replace(form, call_start=CALL_START, call_end=CALL_END, parse=_load)
+        return replace(markers, call_start=CALL_START, call_end=CALL_END, parse=_load)
     return replace(
-        form,
+        markers,
         call_start=tokenizer.tool_call_start,
         call_end=tokenizer.tool_call_end,
         parse=lambda text: tokenizer.tool_parser(text, call.tools),
@@ -103,14 +100,14 @@ def _load(text: str) -> Any:
     return json.loads(text, strict=False)
 
 
-def _filled(message: Message) -> Message:
+def _filled(message: ChatMessage) -> ChatMessage:
     """Many templates join content without looking whether there is any."""
     return message | {"content": message.get("content") or ""}
 
 
-def _as_text(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+def _as_text(messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[ChatMessage]:
     """Messages for a template that knows only roles and content."""
-    plain: list[Message] = []
+    plain: list[ChatMessage] = []
     after_tool = False
     for message in messages:
         content = message.get("content") or ""
@@ -133,7 +130,7 @@ def _call_text(call: dict[str, Any]) -> str:
     return f"{CALL_START}\n{json.dumps(body, ensure_ascii=False)}\n{CALL_END}"
 
 
-def _with_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+def _with_tools(messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[ChatMessage]:
     described = _TOOLS.format(signatures="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] == "system":
         first = messages[0] | {"content": f"{messages[0]['content']}\n\n{described}"}

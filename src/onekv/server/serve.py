@@ -6,11 +6,13 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import uvicorn
+from fastapi import APIRouter
 
+from ..config import Settings
 from ..errors import SettingError
 from ..report import plan_table
 from ..units import format_size
@@ -22,7 +24,7 @@ from .settings import ServerSettings
 BACKLOG = 2048
 
 
-def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
+def serve(model: str, settings: ServerSettings, engine: Settings) -> None:
     """Blocks until SIGINT or SIGTERM; running requests then get `--grace` seconds."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     # Wrong keys, or an address that is taken, should not show only after a model was loaded.
@@ -34,7 +36,7 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
         max_waiting=settings.max_waiting,
         max_wait=settings.max_wait,
         default_max_tokens=settings.default_max_tokens,
-        **engine,
+        **vars(engine),
     )
     backend.start()
     # Before anyone is told the address.
@@ -47,11 +49,13 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> None:
     server.run(sockets=[listener])
 
 
-def make_server(backend: Backend, settings: ServerSettings, limits: Limits) -> "Server":
+def make_server(
+    backend: Backend, settings: ServerSettings, limits: Limits, routers: Sequence[APIRouter] = ()
+) -> "Server":
     """A server for a backend that was started; `run` or `serve` it with a socket that listens."""
     quiet_uvicorn()
     config = uvicorn.Config(
-        create_app(backend, settings),
+        create_app(backend, settings, routers),
         http=partial(Connection, limits),  # type: ignore[arg-type]
         ws="none",
         backlog=limits.accepted_at_once,

@@ -1,67 +1,70 @@
-"""Settings of the server, found like all others: flag, ONEKV_ variable, TOML file, default."""
+"""Settings of the server, defined and found like all others: flag, ONEKV_ variable, TOML file, default."""
 
 import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import SettingsBase, on_or_off, setting
+from ..config import SettingsBase, one_of, setting, size, switch, text, whole
 from ..errors import SettingError
 from ..units import parse_size
+
+LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 @dataclass(frozen=True)
 class ServerSettings(SettingsBase):
-    host: str = setting("127.0.0.1", "ADDRESS", "address to listen on; default 127.0.0.1, this machine alone")
-    port: int = setting(8000, "PORT", "port to listen on, 0 for any free one; default 8000", int)
+    """Where the server listens, to whom, and how much it takes on."""
+
+    host: str = setting(
+        "127.0.0.1",
+        text,
+        "address to listen on",
+        metavar="ADDRESS",
+        otherwise="127.0.0.1, this machine alone",
+    )
+    port: int = setting(8000, whole(0, 65535), "port to listen on, 0 for any free one", metavar="PORT")
     api_keys: str | None = setting(
-        None, "FILE", "file with one API key per line; ONEKV_API_KEYS may also hold the keys, separated by commas"
+        None,
+        text,
+        "file with one API key per line; ONEKV_API_KEYS may also hold the keys, separated by commas",
+        metavar="FILE",
     )
-    insecure: bool = setting(
-        False, "on|off", "listen on an address that others reach although there is no key; default off", on_or_off
-    )
+    insecure: bool = switch(False, "listen on an address that others reach although there is no key")
     cors_origin: str | None = setting(
-        None, "ORIGINS", "web pages that may call the server, separated by commas, or *; default none"
+        None, text, "web pages that may call the server, separated by commas, or *", metavar="ORIGINS"
     )
     allowed_hosts: str | None = setting(
         None,
-        "NAMES",
-        "names by which clients may call the server, separated by commas, or *; "
-        "default: localhost and --host; any where there are API keys",
+        text,
+        "names by which clients may call the server, separated by commas, or *",
+        metavar="NAMES",
+        otherwise="localhost and --host; any where there are API keys",
     )
-    max_waiting: int = setting(256, "N", "requests that may wait for their turn; default 256", int)
-    max_wait: int = setting(600, "SECONDS", "how long a request may wait for its turn; default 600", int)
+    max_waiting: int = setting(256, whole(0), "requests that may wait for their turn", unit="requests")
+    max_wait: int = setting(600, whole(1), "how long a request may wait for its turn", unit="seconds")
     default_max_tokens: int = setting(
-        4096, "N", "tokens of an answer at most where the request does not say; default 4096", int
+        4096, whole(1), "tokens of an answer at most where the request does not say", unit="tokens"
     )
     max_connections: int | None = setting(
-        None, "N", "connections that may be open; default 1024, or half of the files a process may open", int
+        None,
+        whole(1),
+        "connections that may be open",
+        unit="connections",
+        otherwise="the smaller of 1024 and half of the files that the process may open",
     )
     client_timeout: int = setting(
-        60, "SECONDS", "how long a client may take to send a request or to go on reading its answer; default 60", int
+        60, whole(1), "how long a client may take to send a request or to go on reading its answer", unit="seconds"
     )
-    max_body: str | int = setting("32MiB", "SIZE", "largest request body; default 32MiB")
-    grace: int = setting(10, "SECONDS", "how long running requests may go on at shutdown; default 10", int)
-    log_level: str = setting("info", "LEVEL", "error, warning, info or debug (which names paths); default info")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.port <= 65535:
-            raise SettingError(f"--port is {self.port}; it must be from 0 to 65535")
-        for name in ("max_wait", "default_max_tokens", "max_connections", "client_timeout"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
-        for name in ("max_waiting", "grace"):
-            if getattr(self, name) < 0:
-                raise SettingError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 0")
-        if self.log_level not in ("error", "warning", "info", "debug"):
-            raise SettingError(f"--log-level is {self.log_level!r}; it must be error, warning, info or debug")
-        parse_size(self.max_body, whole=2**62, name="--max-body")
+    max_body: str | int = setting("32MiB", size(shares=False), "largest request body", metavar="SIZE")
+    grace: int = setting(10, whole(0), "how long running requests may go on at shutdown", unit="seconds")
+    log_level: str = setting(
+        "info", one_of(*LOG_LEVELS), f"{', '.join(LOG_LEVELS)} (which names paths)", metavar="LEVEL"
+    )
 
     @property
     def body_bytes(self) -> int:
-        return parse_size(self.max_body, whole=2**62, name="--max-body")
+        return parse_size(self.max_body, name="--max-body")
 
     @property
     def local(self) -> bool:

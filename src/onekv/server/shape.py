@@ -2,7 +2,7 @@
 
 Parsing holds the interpreter's lock from the first byte to the last, in whichever thread, and takes longer
 the more arrays and objects there are: 30 MB of `[],` several seconds. So texts that no request needs are refused
-unparsed. Looking takes some milliseconds for each megabyte, and the event loop turns between two pieces.
+unparsed. Looking takes some milliseconds for each megabyte, and the event loop turns between two slices.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ MAX_NESTING = 64
 # An agent's long conversation has some ten thousand; a prompt of token ids has many values.
 MAX_CONTAINERS = 32_768
 MAX_VALUES = 1_000_000
-PIECE = 2**20
+SLICE = 2**20
 
-_DELTA = np.zeros(256, np.int8)
-_DELTA[list(b"[{")], _DELTA[list(b"]}")] = 1, -1
+_CHANGE = np.zeros(256, np.int8)
+_CHANGE[list(b"[{")], _CHANGE[list(b"]}")] = 1, -1
 _OTHER = bytes(set(range(256)) - set(b'[]{},"'))
 
 
 async def check_shape(body: bytes) -> None:
-    """Raises BadRequestError for a body that is nested too deep or has too many values; at the first piece that has."""
+    """Raises BadRequestError for a body that is nested too deep or has too many values; at the first slice that has."""
     if b"\0" in body:
         # UTF-16 and UTF-32, which Python's parser would take and which cannot be looked at byte by byte.
         raise BadRequestError("the body is not valid JSON in UTF-8")
     containers = values = 0
-    for deepest, opened, separated in _pieces(body):
+    for deepest, opened, separated in _slices(body):
         containers, values = containers + opened, values + separated
         if deepest > MAX_NESTING:
             raise BadRequestError(f"the body is nested deeper than {MAX_NESTING} levels")
@@ -37,24 +37,24 @@ async def check_shape(body: bytes) -> None:
             raise BadRequestError(f"the body has more than {MAX_CONTAINERS} arrays and objects")
         if values > MAX_VALUES:
             raise BadRequestError(f"the body has more than {MAX_VALUES} values")
-        if len(body) > PIECE:
+        if len(body) > SLICE:
             await asyncio.sleep(0)
 
 
 def nesting(body: bytes) -> int:
     """How deep the arrays and objects of a JSON text are nested."""
-    return max((deepest for deepest, _, _ in _pieces(body)), default=0)
+    return max((deepest for deepest, _, _ in _slices(body)), default=0)
 
 
-def _pieces(body: bytes) -> Iterator[tuple[int, int, int]]:
-    """For each piece of `body`: the deepest level in it, how many arrays and objects begin, how many commas it has."""
+def _slices(body: bytes) -> Iterator[tuple[int, int, int]]:
+    """For each slice of `body`: the deepest level in it, how many arrays and objects begin, how many commas it has."""
     # Without what is escaped, every quotation mark begins or ends a string.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHER)
     inside, depth = False, 0
-    for start in range(0, len(plain), PIECE):
-        piece = np.frombuffer(plain, np.uint8, min(PIECE, len(plain) - start), start)
-        quoted = np.logical_xor.accumulate(piece == ord('"')) ^ inside
-        delta = _DELTA[piece] * ~quoted
-        levels = np.cumsum(delta, dtype=np.int32) + depth
-        yield max(depth, int(levels.max())), int((delta > 0).sum()), int(((piece == ord(",")) & ~quoted).sum())
+    for start in range(0, len(plain), SLICE):
+        each = np.frombuffer(plain, np.uint8, min(SLICE, len(plain) - start), start)
+        quoted = np.logical_xor.accumulate(each == ord('"')) ^ inside
+        change = _CHANGE[each] * ~quoted
+        levels = np.cumsum(change, dtype=np.int32) + depth
+        yield max(depth, int(levels.max())), int((change > 0).sum()), int(((each == ord(",")) & ~quoted).sum())
         inside, depth = bool(quoted[-1]), int(levels[-1])

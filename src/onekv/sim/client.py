@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engine import End, Event, Job, Piece, Request, TextOutput
+from ..engine import Delta, End, Event, Job, Request, Sampling, TextOutput
 from ..errors import MemoryBudgetError, OneKVError, OverloadedError, RequestFailedError, TooLongError
 from .faults import Faults, Injected
 from .truth import STOP, VOCABULARY, Allowed, Truth
@@ -82,7 +82,12 @@ class Client:
         constraint = Switching(faults, self.blame) if constrained else None
         self._allowed: Allowed | None = every_third if constrained else None
         self.request = Request(
-            prompt, max_tokens, salt=salt, pin=pin, constraint=constraint, top_logprobs=2 if logprobs else None
+            prompt,
+            max_tokens,
+            Sampling(logprobs=2 if logprobs else None),
+            salt=salt,
+            pin=pin,
+            constraint=constraint,
         )
         self._stop = stop
         output = TextOutput(Letters(faults, self.blame), {STOP}, [stop] if stop else ())
@@ -104,10 +109,10 @@ class Client:
 
     def emit(self, event: Event) -> None:
         assert not self.gone, "a client of a process that has ended heard of it again"
-        if isinstance(event, Piece) and self._faults.strikes("emit"):
+        if isinstance(event, Delta) and self._faults.strikes("emit"):
             self.deaf = self.cancelled = True
             raise Injected("nobody listens")
-        if not isinstance(event, Piece):
+        if not isinstance(event, Delta):
             self.ends.append(event)
             return
         assert not self.ends, "a piece came after the end"

@@ -90,7 +90,7 @@ class Truth:
             widths = [
                 (part.width * part.dtype.size, layer.heads)
                 for layer in group.layers
-                for part in (*layer.keys.parts, *layer.values.parts)
+                for part in (*layer.keys.planes, *layer.values.planes)
             ]
             stored = [(width, heads) for width, heads in widths if width and heads]
             self.arrays.append([(tag(number, i), width, heads) for i, (width, heads) in enumerate(stored)])

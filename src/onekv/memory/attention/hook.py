@@ -24,6 +24,13 @@ _watchers: list[list[int]] = []
 class Attends:
     """A cache that can do the attention itself."""
 
+    # What `update_and_fetch` returned last.
+    _fetched: tuple[mx.array, mx.array] | None = None
+
+    def _is_fetched(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether the attention is over what `update_and_fetch` returned, and not over something made from it."""
+        return self._fetched is not None and keys is self._fetched[0] and values is self._fetched[1]
+
     def attend(
         self,
         queries: mx.array,

@@ -25,7 +25,7 @@ from .softmax import POWERS_OF_2
 TILE_BYTES = 2**20
 # Queries per KV head.
 FEW = 8
-Parts = Sequence[mx.array]
+Planes = Sequence[mx.array]
 
 
 class Tiles(Backend):
@@ -67,20 +67,20 @@ class Tiles(Backend):
 def attend(
     queries: mx.array,
     keys: Codec,
-    key_parts: Parts,
+    key_planes: Planes,
     values: Codec,
-    value_parts: Parts,
+    value_planes: Planes,
     scale: float,
     bias: mx.array | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention of `queries` [heads, G, dim] over encoded tokens, parts [heads, tokens, width]; in float32.
+    """Attention of `queries` [heads, G, dim] over encoded tokens, planes [heads, tokens, width]; in float32.
 
     `bias` is added to the scores, `sinks` are scores of nothing; both must broadcast to [heads, G, tokens]. Queries
     come in, and outputs go out, in the model's basis. For a batch, heads are those of all its rows.
     """
     base, power = POWERS_OF_2.factor, POWERS_OF_2.power
-    scores = _scores(keys.rotate(queries.astype(mx.float32)) * (scale * base), keys, key_parts)
+    scores = _scores(keys.rotate(queries.astype(mx.float32)) * (scale * base), keys, key_planes)
     if bias is not None:
         scores = scores + bias * base
     top = scores.max(axis=-1, keepdims=True)
@@ -91,21 +91,21 @@ def attend(
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         total = total + power(sinks - top)
-    return values.unrotate(_weighted_sum(weights, values, value_parts) / total)
+    return values.unrotate(_weighted_sum(weights, values, value_planes) / total)
 
 
-def _scores(queries: mx.array, codec: Codec, parts: Parts) -> mx.array:
+def _scores(queries: mx.array, codec: Codec, planes: Planes) -> mx.array:
     """Products of rotated `queries` with all keys, [heads, G, tokens]."""
     by_head: list[mx.array] = []
     done: list[mx.array] = []
-    for heads, tokens in _tiles(codec, parts):
+    for heads, tokens in _tiles(codec, planes):
         tiles = []
         for piece in tokens:
-            rows = codec.read(_cut(parts, heads, piece, done), mx.float32)
+            rows = codec.read(_cut(planes, heads, piece, done), mx.float32)
             done = [queries[heads] @ rows.swapaxes(1, 2)]
             tiles += done
         by_head.append(_joined(tiles, axis=2))
-    scores, factors = _joined(by_head, axis=0), codec.factors(parts)
+    scores, factors = _joined(by_head, axis=0), codec.factors(planes)
     if factors.scale is not None:
         scores = scores * factors.scale[:, None]
     if factors.bias is not None:
@@ -113,18 +113,18 @@ def _scores(queries: mx.array, codec: Codec, parts: Parts) -> mx.array:
     return scores
 
 
-def _weighted_sum(weights: mx.array, codec: Codec, parts: Parts) -> mx.array:
+def _weighted_sum(weights: mx.array, codec: Codec, planes: Planes) -> mx.array:
     """[heads, G, dim], in the rotated basis."""
     # Without plain forms, but once for each query: for decode alone.
-    if weights.shape[1] <= FEW and (out := codec.weigh(weights, parts)) is not None:
+    if weights.shape[1] <= FEW and (out := codec.weigh(weights, planes)) is not None:
         return out
-    factors = codec.factors(parts)
+    factors = codec.factors(planes)
     scaled = weights if factors.scale is None else weights * factors.scale[:, None]
     by_head: list[mx.array] = []
     done = [scaled]
-    for heads, tokens in _tiles(codec, parts):
+    for heads, tokens in _tiles(codec, planes):
         for count, piece in enumerate(tokens):
-            out = scaled[heads, :, piece] @ codec.read(_cut(parts, heads, piece, done), mx.float32)
+            out = scaled[heads, :, piece] @ codec.read(_cut(planes, heads, piece, done), mx.float32)
             done = [out + done[0] if count else out]
         by_head += done
     out = _joined(by_head, axis=0)
@@ -133,9 +133,9 @@ def _weighted_sum(weights: mx.array, codec: Codec, parts: Parts) -> mx.array:
     return out
 
 
-def _tiles(codec: Codec, parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
+def _tiles(codec: Codec, planes: Planes) -> Iterator[tuple[slice, list[slice]]]:
     """Some heads, and which of their tokens to take at a time."""
-    heads, tokens, _ = parts[0].shape
+    heads, tokens, _ = planes[0].shape
     rows = max(1, TILE_BYTES // (4 * codec.dim))
     pieces = [slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows)]
     step = max(1, rows // tokens)
@@ -143,9 +143,9 @@ def _tiles(codec: Codec, parts: Parts) -> Iterator[tuple[slice, list[slice]]]:
         yield slice(start, start + step), pieces
 
 
-def _cut(parts: Parts, heads: slice, tokens: slice, after: list[mx.array]) -> list[mx.array]:
-    """That piece of the parts, not to be read before `after` is there."""
-    cut = [part[heads, tokens] for part in parts]
+def _cut(planes: Planes, heads: slice, tokens: slice, after: list[mx.array]) -> list[mx.array]:
+    """That piece of the planes, not to be read before `after` is there."""
+    cut = [plane[heads, tokens] for plane in planes]
     return mx.depends(cut, after) if after else cut
 
 

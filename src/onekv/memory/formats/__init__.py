@@ -20,10 +20,10 @@ import mlx.core as mx
 
 from ...errors import SettingError
 from .affine import Affine
-from .base import Codec, Codes, Factors, Part, Plain
+from .base import Codec, Codes, Factors, Plain, Plane
 from .turbo import Turbo
 
-__all__ = ["PLAIN", "Codec", "Codes", "Factors", "KVFormat", "Part", "Plain", "names", "parse", "register"]
+__all__ = ["PLAIN", "Codec", "Codes", "Factors", "KVFormat", "Plain", "Plane", "names", "parse", "register"]
 
 AUTO = "auto"
 # From the dim of a row, the layer's dtype, and whether it is for keys. Raises UnsupportedLayerError for other dims.

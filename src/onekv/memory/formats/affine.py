@@ -14,7 +14,7 @@ from functools import cache
 import mlx.core as mx
 
 from ...errors import UnsupportedLayerError
-from .base import Codec, Codes, Factors, Part
+from .base import Codec, Codes, Factors, Plane
 from .packing import lookup, pair_table
 from .rotation import VERSION, rotation
 
@@ -29,10 +29,10 @@ class Affine(Codec):
         self.group = group_size(bits, dim)
         self.name = f"q{bits}-g{self.group}-{VERSION}"
         groups = dim // self.group
-        self.parts = (
-            Part("q", dim * bits // 32, mx.uint32),
-            Part("scale", groups, mx.float16),
-            Part("bias", groups, mx.float16),
+        self.planes = (
+            Plane("q", dim * bits // 32, mx.uint32),
+            Plane("scale", groups, mx.float16),
+            Plane("bias", groups, mx.float16),
         )
         self.codes = Codes(bits)
         self._rotation = rotation(dim)
@@ -41,12 +41,12 @@ class Affine(Codec):
         rotated = mx.clip(self._rotation.apply(rows), -LARGEST, LARGEST).reshape(-1, self.dim)
         encoded = mx.quantize(rotated, group_size=self.group, bits=self.bits)
         return tuple(
-            array.astype(part.dtype).reshape(*rows.shape[:-1], part.width)
-            for part, array in zip(self.parts, encoded, strict=True)
+            array.astype(plane.dtype).reshape(*rows.shape[:-1], plane.width)
+            for plane, array in zip(self.planes, encoded, strict=True)
         )
 
-    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        codes, scale, bias = parts
+    def read(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        codes, scale, bias = planes
         numbers = self._codes(codes, dtype)
         if scale.shape[-1] == 1:
             return numbers
@@ -54,8 +54,8 @@ class Affine(Codec):
         rows = grouped * scale[..., None].astype(dtype) + bias[..., None].astype(dtype)
         return rows.reshape(numbers.shape)
 
-    def factors(self, parts: Sequence[mx.array]) -> Factors:
-        _, scale, bias = parts
+    def factors(self, planes: Sequence[mx.array]) -> Factors:
+        _, scale, bias = planes
         if scale.shape[-1] > 1:
             return Factors()
         return Factors(scale[..., 0].astype(mx.float32), bias[..., 0].astype(mx.float32))
@@ -65,9 +65,9 @@ class Affine(Codec):
         octets = packed.view(mx.uint8)
         return octets.astype(dtype) if self.bits == 8 else lookup(_nibbles(), octets, dtype)
 
-    def weigh(self, weights: mx.array, parts: Sequence[mx.array]) -> mx.array | None:
+    def weigh(self, weights: mx.array, planes: Sequence[mx.array]) -> mx.array | None:
         """MLX's own product: nearly as fast as with plain rows. (With queries and keys it is five times slower.)"""
-        codes, scale, bias = parts
+        codes, scale, bias = planes
         factors = (scale.astype(weights.dtype), bias.astype(weights.dtype))
         return mx.quantized_matmul(weights, codes, *factors, transpose=False, group_size=self.group, bits=self.bits)
 

@@ -1,8 +1,8 @@
 """The contract of a codec: how the keys, or the values, of one layer are stored.
 
-A row is what one token keeps in one KV head, `dim` numbers. It is stored as a few `parts`, one pool array each, and
-stays so in every tier. Row t of every part depends on row t of the input alone, never on its neighbours or on the shape
-around it, so rows can be written at any slot, shared, copied and restored byte by byte.
+A row is what one token keeps in one KV head, `dim` numbers. It is stored as a few `planes`, one pool array each, and
+stays so in every tier. Row t of every plane depends on row t of the input alone, never on its neighbours or on the
+shape around it, so rows can be written at any slot, shared, copied and restored byte by byte.
 
 Codecs other than `Plain` store rows in a rotated basis. Nothing rotates them back: inner products do not change when
 both sides are rotated, so queries are rotated instead, and the sum over values is unrotated once per query.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 
-class Part(NamedTuple):
+class Plane(NamedTuple):
     """What is stored of every row under this name: `width` items of `dtype`."""
 
     name: str
@@ -64,7 +64,7 @@ class Codec(ABC):
     # Goes into the fingerprint: it changes whenever the bytes of a row would.
     name: str
     dim: int
-    parts: tuple[Part, ...]
+    planes: tuple[Plane, ...]
 
     # Whether rows are stored as they are.
     plain = False
@@ -74,28 +74,28 @@ class Codec(ABC):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one head."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(plane.nbytes for plane in self.planes)
 
     @abstractmethod
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
-        """`rows` [..., dim] of any float dtype as the arrays [..., width] of `parts`."""
+        """`rows` [..., dim] of any float dtype as the arrays [..., width] of `planes`."""
 
     @abstractmethod
-    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """The numbers [..., dim] of encoded `parts`: rotated rows without their factors."""
+    def read(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The numbers [..., dim] of encoded `planes`: rotated rows without their factors."""
 
-    def factors(self, parts: Sequence[mx.array]) -> Factors:
+    def factors(self, planes: Sequence[mx.array]) -> Factors:
         """The factors of the rows, one pair for each."""
         return Factors()
 
-    def decode(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        """The rotated rows [..., dim] of encoded `parts`."""
-        rows, (scale, bias) = self.read(parts, dtype), self.factors(parts)
+    def decode(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        """The rotated rows [..., dim] of encoded `planes`."""
+        rows, (scale, bias) = self.read(planes, dtype), self.factors(planes)
         if scale is not None:
             rows = rows * scale[..., None].astype(dtype)
         return rows if bias is None else rows + bias[..., None].astype(dtype)
 
-    def weigh(self, weights: mx.array, parts: Sequence[mx.array]) -> mx.array | None:
+    def weigh(self, weights: mx.array, planes: Sequence[mx.array]) -> mx.array | None:
         """`weights` [..., G, tokens] times the rotated rows, straight from the bytes; None if there is no such way."""
         return None
 
@@ -116,13 +116,13 @@ class Plain(Codec):
     def __init__(self, dim: int, dtype: mx.Dtype) -> None:
         self.dim = dim
         self.name = str(dtype).removeprefix("mlx.core.")
-        self.parts = (Part("x", dim, dtype),)
+        self.planes = (Plane("x", dim, dtype),)
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
-        return (rows.astype(self.parts[0].dtype),)
+        return (rows.astype(self.planes[0].dtype),)
 
-    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        return parts[0].astype(dtype)
+    def read(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        return planes[0].astype(dtype)
 
     def rotate(self, rows: mx.array) -> mx.array:
         return rows

@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from .base import Book, Codec, Codes, Factors, Part
+from .base import Book, Codec, Codes, Factors, Plane
 from .packing import join, lookup, pack, packed_bytes, pair_table, unpack
 from .rotation import VERSION, rotation
 
@@ -43,7 +43,7 @@ class Turbo(Codec):
     def __init__(self, bits: int, dim: int, unbiased: bool = False) -> None:
         self.bits, self.dim = bits, dim
         self.name = f"tq{bits}-{VERSION}"
-        self.parts = (Part("q", packed_bytes(bits, dim), mx.uint8), Part("norm", 1, mx.float16))
+        self.planes = (Plane("q", packed_bytes(bits, dim), mx.uint8), Plane("norm", 1, mx.float16))
         self._rotation = rotation(dim)
         book, gain = codebook(dim, bits)
         self._edges = mx.array(((book[1:] + book[:-1]) / 2).astype(np.float32))
@@ -61,11 +61,11 @@ class Turbo(Codec):
         corrected = mx.minimum(norm / length, LARGEST).astype(mx.float16)
         return pack(pairs, self.bits), corrected
 
-    def read(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
-        return lookup(self._read_table, unpack(parts[0], self.bits), dtype)
+    def read(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
+        return lookup(self._read_table, unpack(planes[0], self.bits), dtype)
 
-    def factors(self, parts: Sequence[mx.array]) -> Factors:
-        return Factors(parts[1][..., 0].astype(mx.float32))
+    def factors(self, planes: Sequence[mx.array]) -> Factors:
+        return Factors(planes[1][..., 0].astype(mx.float32))
 
     def rotate(self, rows: mx.array) -> mx.array:
         return self._rotation.apply(rows).astype(rows.dtype)

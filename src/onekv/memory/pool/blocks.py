@@ -1,7 +1,7 @@
 """The bytes of one block, and of recurrent states, outside of the pool: the form in which they move between tiers.
 
-A block is its tensors one after the other: per layer of the group keys, then values, or their encoded parts, each
-[heads, block_size, width] in C order, byte for byte as in the pool. Copying happens between two steps, while the
+A block is its tensors one after the other: per layer of the group keys, then values, or the planes of their codecs,
+each [heads, block_size, width] in C order, byte for byte as in the pool. Copying happens between two steps, while the
 engine's thread does nothing else with the pool. Views of the pool do not keep it alive and must not outlive that.
 """
 
@@ -38,14 +38,14 @@ def block_tensors(group: Group, block_size: int) -> list[Tensor]:
     """What one block of `group` is made of, in order."""
     return [
         Tensor(
-            f"{layer.name}.{side}" if codec.plain else f"{layer.name}.{side}.{part.name}",
-            (layer.heads, block_size, part.width),
-            part.dtype,
+            f"{layer.name}.{side}" if codec.plain else f"{layer.name}.{side}.{plane.name}",
+            (layer.heads, block_size, plane.width),
+            plane.dtype,
         )
         for layer in group.layers
         for side, codec in (("keys", layer.keys), ("values", layer.values))
-        for part in codec.parts
-        if layer.heads * part.width
+        for plane in codec.planes
+        if layer.heads * plane.width
     ]
 
 

@@ -1,7 +1,7 @@
 """The arrays of one group and who holds each of its blocks.
 
 Each layer has one array for keys and one for values, `[heads, blocks * block_size, dim]`, allocated here, once; where
-they are encoded, one for each part of the format. Block b is the columns [b * block_size, (b + 1) * block_size) of
+they are encoded, one for each plane of the format. Block b is the columns [b * block_size, (b + 1) * block_size) of
 every one of them. Writes happen in place because a `LayerArrays` is the only owner of its arrays: never keep a slice of
 them beyond a step, or the next write copies.
 
@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import OneKVError
+from ..figures import PoolStats
 from ..layout import Group, KVLayer
 
 
@@ -35,14 +36,14 @@ class IntegrityError(OneKVError):
 
 
 class LayerArrays:
-    """The only reference to one layer's keys and values: `all` has the parts of the keys, then those of the values."""
+    """The only reference to one layer's keys and values: `all` has the planes of the keys, then those of the values."""
 
-    __slots__ = ("all", "key_parts")
+    __slots__ = ("all", "key_planes")
 
     def __init__(self, layer: KVLayer, slots: int) -> None:
-        self.key_parts = len(layer.keys.parts)
-        parts = (*layer.keys.parts, *layer.values.parts)
-        self.all = [mx.zeros((layer.heads, slots, part.width), part.dtype) for part in parts]
+        self.key_planes = len(layer.keys.planes)
+        planes = (*layer.keys.planes, *layer.values.planes)
+        self.all = [mx.zeros((layer.heads, slots, plane.width), plane.dtype) for plane in planes]
 
     # Where they are stored as they are, there is one array for each.
 
@@ -64,11 +65,11 @@ class LayerArrays:
 
     @property
     def keys(self) -> list[mx.array]:
-        return self.all[: self.key_parts]
+        return self.all[: self.key_planes]
 
     @property
     def values(self) -> list[mx.array]:
-        return self.all[self.key_parts :]
+        return self.all[self.key_planes :]
 
 
 class Pool:
@@ -246,6 +247,22 @@ class Pool:
         heads, _, dim = array.shape
         rows = mx.arange(heads) * self.blocks + block
         return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            group=str(self.group.rule),
+            layers=len(self.group.layers),
+            block_bytes=self.block_bytes,
+            blocks=self.blocks,
+            held=self.held,
+            peak_held=self.peak_held,
+            idle=self.idle,
+            peak_idle=self.peak_idle,
+            pinned=int((self.pinned & (self.references == 0)).sum()),
+            free=self.free,
+            reserved=self.reserved,
+            available=self.available,
+        )
 
     def check_integrity(self, held: list[int], cached: list[int], reserved: int) -> None:
         """Compare with the block ids of all tables (once per table that holds it) and of the prefix cache, and with

@@ -1,5 +1,9 @@
-"""Anthropic's Messages API: its own request, answer and event formats around the common chat."""
+"""Anthropic's Messages API: /v1/messages, /v1/messages/count_tokens."""
 
-from .messages import router
+from fastapi import APIRouter
 
-__all__ = ["router"]
+from . import count_tokens, messages
+
+router = APIRouter()
+for endpoint in (messages, count_tokens):
+    router.include_router(endpoint.router)

@@ -6,7 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from ...engine import Sampling
-from ..chat import ChatCall
+from ..backend import Backend
+from ..call import ChatCall
 from ..errors import BadRequestError
 from .schema import (
     AnyChoice,
@@ -21,6 +22,12 @@ from .schema import (
 )
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+
+
+def check_model(backend: Backend, body: CountBody) -> None:
+    """Agents ask for the models they know; whatever Claude they ask for, the one model there is answers."""
+    if not body.model.startswith("claude"):
+        backend.check_model(body.model)
 
 
 def prompt_call(body: CountBody, salt: str) -> ChatCall:

@@ -1,117 +1,96 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages."""
 
-import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine import End
+from ...errors import OneKVError
+from ..answer import Answer, AnswerResponse, frame
 from ..backend import Backend
-from ..chat import ChatCall, Choice, Part, ToolCall, count_tokens, open_chat
-from ..errors import BadRequestError, anthropic_body, for_client
-from ..streaming import sse, stream, until_gone
-from .convert import full_call, prompt_call
-from .schema import CountBody, MessagesBody, NoChoice
+from ..chat import prepare
+from ..deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
+from ..errors import anthropic_body
+from .convert import check_model, full_call
+from .schema import MessagesBody, NoChoice
 
 router = APIRouter()
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-@router.post("/v1/messages", response_model=None)
-async def create(request: Request, body: MessagesBody) -> Response | dict[str, Any]:
+@router.post("/v1/messages")
+async def create(request: Request, body: MessagesBody) -> Response:
     backend: Backend = request.app.state.backend
-    _check_model(backend, body)
-    answer = Answer(backend.name, full_call(body, request.state.salt), _one_call(body))
-    if not body.stream:
-        return await until_gone(request, answer.whole(backend))
-    async with AsyncExitStack() as stack:
-        choice = await answer.begin(backend, stack)
-        return stream(answer.events(choice), stack.pop_all())
+    check_model(backend, body)
+    call = full_call(body, request.state.salt)
+    return AnswerResponse(request, MessageAnswer(backend.name, body), partial(prepare, backend, call), body.stream)
 
 
-@router.post("/v1/messages/count_tokens")
-async def count(request: Request, body: CountBody) -> dict[str, int]:
-    backend: Backend = request.app.state.backend
-    _check_model(backend, body)
-    call = prompt_call(body, request.state.salt)
-    return {"input_tokens": await asyncio.to_thread(count_tokens, backend, call)}
+class MessageAnswer(Answer):
+    """One message, whose content is blocks of text, thinking and tool use; a block is closed before the next begins."""
 
+    fields: ClassVar = {"response_format": "output_config.format"}
 
-def _check_model(backend: Backend, body: CountBody) -> None:
-    """Agents ask for the models they know; whatever Claude they ask for, the one model there is answers."""
-    if not body.model.startswith("claude"):
-        backend.check_model(body.model)
-
-
-def _one_call(body: CountBody) -> bool:
-    choice = body.tool_choice
-    return choice is not None and not isinstance(choice, NoChoice) and choice.disable_parallel_tool_use
-
-
-class Answer:
-    """One message, in one piece or as events."""
-
-    def __init__(self, model: str, call: ChatCall, one_call: bool) -> None:
-        """With `one_call`, tool calls after the first are left out."""
-        self._model, self._call, self._one_call = model, call, one_call
+    def __init__(self, model: str, body: MessagesBody) -> None:
+        self._model, self._stops = model, body.stop_sequences
+        choice = body.tool_choice
+        # Calls after the first are left out.
+        self._one_call = choice is not None and not isinstance(choice, NoChoice) and choice.disable_parallel_tool_use
+        self._called = False
         self._id = f"msg_{secrets.token_hex(12)}"
+        # The block that is open, if there is one.
+        self._index, self._kind = -1, ""
 
-    async def begin(self, backend: Backend, stack: AsyncExitStack) -> Choice:
-        try:
-            (choice,) = await open_chat(backend, self._call, stack)
-        except BadRequestError as error:
-            if error.field == "response_format":
-                error.field = "output_config.format"
-            raise
-        return choice
+    def begin(self, prompt_tokens: int) -> Iterator[str]:
+        start = {**_usage(None), "input_tokens": prompt_tokens}
+        yield _frame("message_start", message={**self._message(), "usage": start})
 
-    async def whole(self, backend: Backend) -> dict[str, Any]:
-        async with AsyncExitStack() as stack:
-            choice = await self.begin(backend, stack)
-            content: list[dict[str, Any]] = []
-            async for part in self._parts(choice):
-                if isinstance(part, ToolCall):
-                    content.append({**_empty(part), "input": json.loads(part.arguments)})
-                    continue
-                if not content or content[-1]["type"] != _kind(part):
-                    content.append(_empty(part))
-                content[-1][_kind(part)] += part.text
-        return {**self._message(), "content": content, **self._stop(choice), "usage": _usage(choice.end)}
+    def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
+        if isinstance(delta, Finish):
+            yield from self._close()
+            yield _frame("message_delta", delta=self._stop(delta), usage=_usage(delta))
+        elif self._shown(delta):
+            if self._kind != _kind(delta) or isinstance(delta, ToolCallDelta):
+                yield from self._close()
+                self._index, self._kind = self._index + 1, _kind(delta)
+                yield _frame("content_block_start", index=self._index, content_block=_empty(delta))
+            yield _frame("content_block_delta", index=self._index, delta=_change(delta))
 
-    async def events(self, choice: Choice) -> AsyncIterator[str]:
-        start = {**_usage(None), "input_tokens": choice.prompt_tokens}
-        yield _event("message_start", message={**self._message(), "usage": start})
-        index, kind = -1, None
-        try:
-            async for part in self._parts(choice):
-                if kind != _kind(part) or isinstance(part, ToolCall):
-                    if kind is not None:
-                        yield _event("content_block_stop", index=index)
-                    index, kind = index + 1, _kind(part)
-                    yield _event("content_block_start", index=index, content_block=_empty(part))
-                yield _event("content_block_delta", index=index, delta=_delta(part))
-        except Exception as error:  # noqa: BLE001  it is told, or logged and told
-            yield sse(anthropic_body(for_client(error)), "error")
-            return
-        if kind is not None:
-            yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=self._stop(choice), usage=_usage(choice.end))
-        yield _event("message_stop")
+    def end(self) -> Iterator[str]:
+        yield _frame("message_stop")
 
-    async def _parts(self, choice: Choice) -> AsyncIterator[Part]:
-        called = False
-        async for part in choice:
-            if isinstance(part, ToolCall):
-                if called and self._one_call:
-                    continue
-                called = True
-            elif not part.text:
+    def fail(self, error: OneKVError) -> Iterator[str]:
+        yield frame(anthropic_body(error), "error")
+
+    def whole(self, said: list[list[TypedDelta]]) -> dict[str, Any]:
+        content: list[dict[str, Any]] = []
+        message = self._message()
+        for delta in said[0]:
+            if isinstance(delta, Finish):
+                message |= {"content": content, **self._stop(delta), "usage": _usage(delta)}
+            elif not self._shown(delta):
                 continue
-            yield part
+            elif isinstance(delta, ToolCallDelta):
+                content.append({**_empty(delta), "input": json.loads(delta.arguments)})
+            else:
+                if not content or content[-1]["type"] != _kind(delta):
+                    content.append(_empty(delta))
+                content[-1][_kind(delta)] += delta.text
+        return message
+
+    def _shown(self, delta: TextDelta | ToolCallDelta) -> bool:
+        if isinstance(delta, TextDelta):
+            return bool(delta.text)
+        first, self._called = not self._called, True
+        return first or not self._one_call
+
+    def _close(self) -> Iterator[str]:
+        if self._kind:
+            yield _frame("content_block_stop", index=self._index)
 
     def _message(self) -> dict[str, Any]:
         """What is known at the start; how much of the prompt is cached is known when the engine has begun."""
@@ -126,16 +105,17 @@ class Answer:
             "usage": _usage(None),
         }
 
-    def _stop(self, choice: Choice) -> dict[str, Any]:
-        reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-        stopped_by = choice.end.stopped_by
-        if choice.finish_reason == "stop" and stopped_by in self._call.stops:
-            return {"stop_reason": "stop_sequence", "stop_sequence": stopped_by}
-        return {"stop_reason": reasons[choice.finish_reason], "stop_sequence": None}
+    def _stop(self, finish: Finish) -> dict[str, Any]:
+        if finish.reason == "stop" and finish.stopped_by in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.stopped_by}
+        return {"stop_reason": _REASONS[finish.reason], "stop_sequence": None}
 
 
-def _usage(end: End | None) -> dict[str, int]:
-    prompt, cached, generated = (end.prompt_tokens, end.cached_tokens, end.generated) if end is not None else (0, 0, 0)
+def _usage(finish: Finish | None) -> dict[str, int]:
+    """Nothing before the answer has finished."""
+    prompt, cached, generated = (
+        (finish.prompt_tokens, finish.cached_tokens, finish.generated) if finish is not None else (0, 0, 0)
+    )
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,
@@ -144,28 +124,29 @@ def _usage(end: End | None) -> dict[str, int]:
     }
 
 
-def _event(kind: str, **fields: Any) -> str:
-    return sse({"type": kind, **fields}, kind)
+def _frame(kind: str, **fields: Any) -> str:
+    return frame({"type": kind, **fields}, kind)
 
 
-def _kind(part: Part) -> str:
-    """The type of the block that `part` belongs to."""
-    if isinstance(part, ToolCall):
+def _kind(delta: TextDelta | ToolCallDelta) -> str:
+    """The type of the block that `delta` belongs to."""
+    if isinstance(delta, ToolCallDelta):
         return "tool_use"
-    return "thinking" if part.kind == "reasoning" else "text"
+    return "thinking" if delta.kind == "reasoning" else "text"
 
 
-def _empty(part: Part) -> dict[str, Any]:
-    """A block of the kind of `part`, without its content."""
-    if isinstance(part, ToolCall):
-        return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-    if part.kind == "reasoning":
+def _empty(delta: TextDelta | ToolCallDelta) -> dict[str, Any]:
+    """A block of the kind of `delta`, without its content."""
+    if isinstance(delta, ToolCallDelta):
+        return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+    if delta.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": ""}
 
 
-def _delta(part: Part) -> dict[str, str]:
-    if isinstance(part, ToolCall):
-        return {"type": "input_json_delta", "partial_json": part.arguments}
-    kind = _kind(part)
-    return {"type": f"{kind}_delta", kind: part.text}
+def _change(delta: TextDelta | ToolCallDelta) -> dict[str, str]:
+    """What the API calls a delta."""
+    if isinstance(delta, ToolCallDelta):
+        return {"type": "input_json_delta", "partial_json": delta.arguments}
+    kind = _kind(delta)
+    return {"type": f"{kind}_delta", kind: delta.text}

@@ -5,5 +5,5 @@ from fastapi import APIRouter
 from . import chat, completions, models, responses
 
 router = APIRouter()
-for part in (chat, completions, models, responses):
-    router.include_router(part.router)
+for endpoint in (chat, completions, models, responses):
+    router.include_router(endpoint.router)

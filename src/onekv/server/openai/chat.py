@@ -1,18 +1,21 @@
 """POST /v1/chat/completions."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from ...errors import OneKVError
+from ..answer import Answer, AnswerResponse, frame
 from ..backend import Backend
-from ..chat import ChatCall, Choice, Part, Text, ToolCall, open_chat
-from ..errors import BadRequestError, for_client, openai_body
-from ..streaming import sse, stream, until_gone
-from .common import TokenTexts, fingerprint, merged, new_id, usage
+from ..call import ChatCall
+from ..chat import prepare
+from ..deltas import Finish, TextDelta, ToolCallDelta, TypedDelta
+from ..errors import BadRequestError, openai_body
+from .common import DONE, TokenTexts, fingerprint, new_id, usage
 from .schema import ChatBody
 
 router = APIRouter()
@@ -23,11 +26,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     backend: Backend = request.app.state.backend
     backend.check_model(body.model)
     call = _call(body, backend, request.state.salt)
-    async with AsyncExitStack() as stack:
-        answer = ChatAnswer(backend, body, await open_chat(backend, call, stack))
-        if body.stream:
-            return stream(answer.events(), stack.pop_all())
-        return JSONResponse(await until_gone(request, answer.whole()))
+    return AnswerResponse(request, ChatAnswer(backend, body), partial(prepare, backend, call), body.stream)
 
 
 def _call(body: ChatBody, backend: Backend, salt: str) -> ChatCall:
@@ -44,7 +43,7 @@ def _call(body: ChatBody, backend: Backend, salt: str) -> ChatCall:
         schema=body.response_format.schema_of_answer() if body.response_format is not None else None,
         thinking=body.thinking(),
         max_tokens=wanted,
-        sampling=body.sampling(backend.llm.plan.layout.vocabulary),
+        sampling=body.sampling(backend.llm.vocabulary),
         stops=body.stops,
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         n=body.n or 1,
@@ -52,11 +51,9 @@ def _call(body: ChatBody, backend: Backend, salt: str) -> ChatCall:
     )
 
 
-class ChatAnswer:
-    """The choices of one request, in one piece or as chunks."""
-
-    def __init__(self, backend: Backend, body: ChatBody, choices: list[Choice]) -> None:
-        self._choices, self._body = choices, body
+class ChatAnswer(Answer):
+    def __init__(self, backend: Backend, body: ChatBody) -> None:
+        self._body = body
         self._texts = TokenTexts(backend)
         self._head = {
             "id": new_id("chatcmpl-"),
@@ -64,75 +61,78 @@ class ChatAnswer:
             "model": backend.name,
             "system_fingerprint": fingerprint(backend),
         }
+        # By choice: how many calls were sent, and how it finished.
+        self._calls = [0] * (body.n or 1)
+        self._finished: dict[int, Finish] = {}
 
-    def _usage(self) -> dict[str, Any]:
-        ends = [choice.end for choice in self._choices]
-        return usage(ends[:1], ends, sum(choice.reasoning_tokens for choice in self._choices))
+    def begin(self, prompt_tokens: int) -> Iterable[str]:
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self._calls))]
 
-    async def whole(self) -> dict[str, Any]:
-        parts: list[list[Part]] = [[] for _ in self._choices]
-        async for index, part in merged(self._choices):
-            if part is not None:
-                parts[index].append(part)
+    def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
+        if isinstance(delta, TextDelta):
+            name = "content" if delta.kind == "content" else "reasoning_content"
+            yield self._chunk(index, {name: delta.text}, logprobs=self._logprobs([delta]))
+        elif isinstance(delta, ToolCallDelta):
+            yield self._chunk(index, {"tool_calls": [{"index": self._calls[index], **_tool_call(delta)}]})
+            self._calls[index] += 1
+        else:
+            self._finished[index] = delta
+            yield self._chunk(index, {}, delta.reason)
+
+    def end(self) -> Iterator[str]:
+        if self._body.wants_usage:
+            yield self._frame([], _usage([self._finished[index] for index in sorted(self._finished)]))
+        yield DONE
+
+    def fail(self, error: OneKVError) -> Iterator[str]:
+        yield frame(openai_body(error))
+        yield DONE
+
+    def whole(self, said: list[list[TypedDelta]]) -> dict[str, Any]:
+        finishes = [delta for deltas in said for delta in deltas if isinstance(delta, Finish)]
         choices = [
             {
                 "index": index,
-                "message": _message(parts[index]),
-                "logprobs": self._logprobs(parts[index]),
-                "finish_reason": choice.finish_reason,
+                "message": _message(deltas),
+                "logprobs": self._logprobs(deltas),
+                "finish_reason": finish.reason,
             }
-            for index, choice in enumerate(self._choices)
+            for index, (deltas, finish) in enumerate(zip(said, finishes, strict=True))
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(finishes)}
 
-    def _logprobs(self, parts: list[Part]) -> dict[str, Any] | None:
+    def _logprobs(self, deltas: Iterable[TypedDelta]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
         content = [
             entry
-            for part in parts
-            if isinstance(part, Text) and part.kind == "content"
-            for entry in self._texts.chat(part.tokens, part.logprobs)
+            for delta in deltas
+            if isinstance(delta, TextDelta) and delta.kind == "content"
+            for entry in self._texts.chat(delta.tokens, delta.logprobs)
         ]
         return {"content": content, "refusal": None}
-
-    async def events(self) -> AsyncIterator[str]:
-        try:
-            for index in range(len(self._choices)):
-                yield self._chunk(index, {"role": "assistant", "content": ""})
-            calls = [0] * len(self._choices)
-            async for index, part in merged(self._choices):
-                if part is None:
-                    yield self._chunk(index, {}, self._choices[index].finish_reason)
-                elif isinstance(part, ToolCall):
-                    yield self._chunk(index, {"tool_calls": [{"index": calls[index], **_tool_call(part)}]})
-                    calls[index] += 1
-                else:
-                    name = "content" if part.kind == "content" else "reasoning_content"
-                    yield self._chunk(index, {name: part.text}, logprobs=self._logprobs([part]))
-            if self._body.wants_usage:
-                yield self._event([], self._usage())
-        except Exception as error:  # noqa: BLE001  it is told, or logged and told
-            yield sse(openai_body(for_client(error)))
-        yield sse("[DONE]")
 
     def _chunk(
         self, index: int, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any | None = None
     ) -> str:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._event([choice], None)
+        return self._frame([choice], None)
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
+    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> str:
         counted = {"usage": usage} if self._body.wants_usage else {}
-        return sse({**self._head, "object": "chat.completion.chunk", "choices": choices, **counted})
+        return frame({**self._head, "object": "chat.completion.chunk", "choices": choices, **counted})
 
 
-def _message(parts: list[Part]) -> dict[str, Any]:
+def _usage(finishes: list[Finish]) -> dict[str, Any]:
+    return usage(finishes[:1], finishes)
+
+
+def _message(deltas: list[TypedDelta]) -> dict[str, Any]:
     content, reasoning = (
-        "".join(part.text for part in parts if isinstance(part, Text) and part.kind == kind)
+        "".join(delta.text for delta in deltas if isinstance(delta, TextDelta) and delta.kind == kind)
         for kind in ("content", "reasoning")
     )
-    calls = [_tool_call(part) for part in parts if isinstance(part, ToolCall)]
+    calls = [_tool_call(delta) for delta in deltas if isinstance(delta, ToolCallDelta)]
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -141,5 +141,5 @@ def _message(parts: list[Part]) -> dict[str, Any]:
     return message
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,16 +1,18 @@
 """What the answers of OpenAI's endpoints have in common."""
 
-import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from ... import __version__
-from ...engine import End, Logprob
+from ...engine import Logprob
+from ..answer import frame
 from ..backend import Backend
+from ..deltas import Finish
 
-Item = TypeVar("Item")
+# The last of a stream of chunks.
+DONE = frame("[DONE]")
 # For a token that cannot come: JSON has no infinity.
 _NEVER = -9999.0
 
@@ -24,15 +26,15 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(16)
 
 
-def usage(first: Sequence[End], ends: Sequence[End], reasoning_tokens: int = 0) -> dict[str, Any]:
-    """`first` has one generation of each prompt, `ends` all there are."""
-    prompt, generated = sum(end.prompt_tokens for end in first), sum(end.generated for end in ends)
+def usage(first: Sequence[Finish], every: Sequence[Finish]) -> dict[str, Any]:
+    """`first` has one choice of each prompt, `every` all there are."""
+    prompt, generated = sum(finish.prompt_tokens for finish in first), sum(finish.generated for finish in every)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in first)},
-        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "prompt_tokens_details": {"cached_tokens": sum(finish.cached_tokens for finish in first)},
+        "completion_tokens_details": {"reasoning_tokens": sum(finish.reasoning_tokens for finish in every)},
     }
 
 
@@ -62,24 +64,3 @@ class TokenTexts:
 
 def finite(logprob: float) -> float:
     return max(logprob, _NEVER)
-
-
-async def merged(sources: Sequence[AsyncIterator[Item]]) -> AsyncIterator[tuple[int, Item | None]]:
-    """What `sources` give, as it comes, with the index of the source; None when a source has ended."""
-    waiting = {asyncio.ensure_future(anext(source)): index for index, source in enumerate(sources)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                index = waiting.pop(task)
-                try:
-                    item = task.result()
-                except StopAsyncIteration:
-                    yield index, None
-                    continue
-                waiting[asyncio.ensure_future(anext(sources[index]))] = index
-                yield index, item
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,19 +1,20 @@
 """POST /v1/completions: text goes on where a prompt ends."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from ...engine import Piece
-from ..backend import Backend, Generation, Prompt
-from ..errors import BadRequestError, for_client, openai_body
-from ..streaming import sse, stream, until_gone
-from .common import TokenTexts, fingerprint, finite, merged, new_id, usage
+from ...engine import Delta, End
+from ...errors import OneKVError
+from ..answer import Answer, AnswerResponse, Prepared, frame
+from ..backend import Backend, Generation
+from ..deltas import Finish, TextDelta, TypedDelta
+from ..errors import BadRequestError, openai_body
+from .common import DONE, TokenTexts, fingerprint, finite, new_id, usage
 from .schema import MAX_GENERATIONS, CompletionBody
 
 router = APIRouter()
@@ -24,24 +25,19 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(body: CompletionBody, request: Request) -> Response:
     backend: Backend = request.app.state.backend
     backend.check_model(body.model)
-    prompts = await asyncio.to_thread(_prompts, body, backend, request.state.salt)
-    async with AsyncExitStack() as stack:
-        generations = await stack.enter_async_context(backend.generate(prompts))
-        answer = _Answer(backend, body, generations)
-        if body.stream:
-            return stream(answer.events(), stack.pop_all())
-        return JSONResponse(await until_gone(request, answer.whole()))
+    asked = partial(_prepare, body, backend, request.state.salt)
+    return AnswerResponse(request, CompletionAnswer(backend, body), asked, body.stream)
 
 
-def _prompts(body: CompletionBody, backend: Backend, salt: str) -> list[Prompt]:
-    """All generations of the first prompt, then those of the second, and so on."""
+def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
+    """All choices of the first prompt, then those of the second, and so on."""
     n = body.n or 1
     if n * len(body.prompt) > MAX_GENERATIONS:
         asked = f"{len(body.prompt)} prompts with n = {n}"
         raise BadRequestError(f"{asked} are more than {MAX_GENERATIONS} generations", "n")
-    sampling = body.sampling(backend.llm.plan.layout.vocabulary)
-    return [
-        Prompt(
+    sampling = body.sampling(backend.llm.vocabulary)
+    generations = [
+        Generation(
             tokens,
             body.max_tokens or DEFAULT_MAX_TOKENS,
             sampling.of_answer(index),
@@ -52,16 +48,25 @@ def _prompts(body: CompletionBody, backend: Backend, salt: str) -> list[Prompt]:
         for tokens in map(backend.encode, body.prompt)
         for index in range(n)
     ]
+    return Prepared(generations, [_PlainChoice() for _ in generations])
 
 
-class _Answer:
-    """The generations of one request, in one piece or as chunks."""
+class _PlainChoice:
+    """All text is content, with every token it came with."""
 
-    def __init__(self, backend: Backend, body: CompletionBody, generations: list[Generation]) -> None:
-        self._backend, self._body, self._generations = backend, body, generations
+    def read(self, event: Delta | End) -> list[TypedDelta]:
+        if isinstance(event, End):
+            return [Finish.of(event)]
+        return [TextDelta("content", event.text, event.tokens, event.logprobs)]
+
+
+class CompletionAnswer(Answer):
+    def __init__(self, backend: Backend, body: CompletionBody) -> None:
+        self._body, self._stop_tokens = body, backend.llm.stop_tokens
         self._texts = TokenTexts(backend)
-        # Characters sent so far, by generation.
-        self._sent = [0] * len(generations)
+        # By choice: characters sent so far, and how it finished.
+        self._sent = [0] * len(body.prompt) * (body.n or 1)
+        self._finished: dict[int, Finish] = {}
         self._head = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -70,55 +75,45 @@ class _Answer:
             "system_fingerprint": fingerprint(backend),
         }
 
-    def _usage(self) -> dict[str, Any]:
-        ends = [generation.end for generation in self._generations if generation.end is not None]
-        return usage(ends[:: self._body.n or 1], ends)
+    def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
+        if isinstance(delta, Finish):
+            self._finished[index] = delta
+            yield self._frame([self._choice(index, TextDelta("content", ""), delta.reason)])
+        elif isinstance(delta, TextDelta) and (delta.text or self._body.logprobs is not None):
+            yield self._frame([self._choice(index, delta, None)])
 
-    async def whole(self) -> dict[str, Any]:
-        texts = [""] * len(self._generations)
-        tokens: list[Piece] = [Piece("") for _ in self._generations]
-        async for index, piece in merged(self._generations):
-            if piece is not None:
-                texts[index] += piece.text
-                tokens[index].tokens.extend(piece.tokens)
-                tokens[index].logprobs.extend(piece.logprobs)
+    def end(self) -> Iterator[str]:
+        if self._body.wants_usage:
+            yield self._frame([], self._usage([self._finished[index] for index in sorted(self._finished)]))
+        yield DONE
+
+    def fail(self, error: OneKVError) -> Iterator[str]:
+        yield frame(openai_body(error))
+        yield DONE
+
+    def whole(self, said: list[list[TypedDelta]]) -> dict[str, Any]:
+        finishes = [delta for deltas in said for delta in deltas if isinstance(delta, Finish)]
         choices = [
-            self._choice(index, Piece(texts[index], tokens[index].tokens, tokens[index].logprobs), self._reason(index))
-            for index in range(len(texts))
+            self._choice(index, _joined(deltas), finish.reason)
+            for index, (deltas, finish) in enumerate(zip(said, finishes, strict=True))
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": self._usage(finishes)}
 
-    async def events(self) -> AsyncIterator[str]:
-        try:
-            async for index, piece in merged(self._generations):
-                if piece is None:
-                    yield self._event([self._choice(index, Piece(""), self._reason(index))])
-                elif piece.text or self._body.logprobs is not None:
-                    yield self._event([self._choice(index, piece, None)])
-            if self._body.wants_usage:
-                yield self._event([], self._usage())
-        except Exception as error:  # noqa: BLE001  it is told, or logged and told
-            yield sse(openai_body(for_client(error)))
-        yield sse("[DONE]")
+    def _usage(self, finishes: list[Finish]) -> dict[str, Any]:
+        return usage(finishes[:: self._body.n or 1], finishes)
 
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         counted = {"usage": usage} if self._body.wants_usage else {}
-        return sse({**self._head, "choices": choices, **counted})
+        return frame({**self._head, "choices": choices, **counted})
 
-    def _reason(self, index: int) -> str:
-        end = self._generations[index].end
-        assert end is not None
-        return end.finish_reason
+    def _choice(self, index: int, delta: TextDelta, finish_reason: str | None) -> dict[str, Any]:
+        logprobs = self._logprobs(index, delta) if self._body.logprobs is not None and delta.tokens else None
+        self._sent[index] += len(delta.text)
+        return {"index": index, "text": delta.text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _choice(self, index: int, piece: Piece, finish_reason: str | None) -> dict[str, Any]:
-        logprobs = self._logprobs(index, piece) if self._body.logprobs is not None and piece.tokens else None
-        self._sent[index] += len(piece.text)
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any]:
-        stop_tokens = self._backend.llm.stop_tokens
-        pairs = zip(piece.tokens, piece.logprobs, strict=True)
-        shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in stop_tokens]
+    def _logprobs(self, index: int, delta: TextDelta) -> dict[str, Any]:
+        pairs = zip(delta.tokens, delta.logprobs, strict=True)
+        shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in self._stop_tokens]
         offsets, at = [], self._sent[index]
         for text, _ in shown:
             offsets.append(at)
@@ -131,3 +126,13 @@ class _Answer:
             ],
             "text_offset": offsets,
         }
+
+
+def _joined(deltas: list[TypedDelta]) -> TextDelta:
+    texts = [delta for delta in deltas if isinstance(delta, TextDelta)]
+    return TextDelta(
+        "content",
+        "".join(delta.text for delta in texts),
+        [token for delta in texts for token in delta.tokens],
+        [logprob for delta in texts for logprob in delta.logprobs],
+    )

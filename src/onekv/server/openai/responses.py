@@ -1,25 +1,26 @@
 """/v1/responses: create, stream, get, delete."""
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from ...errors import OneKVError
+from ..answer import Answer, AnswerResponse, frame
 from ..backend import Backend
-from ..chat import ChatCall, Choice, open_chat
-from ..errors import BadRequestError, for_client
-from ..streaming import sse, stream, until_gone
+from ..call import ChatCall, ChatMessage
+from ..chat import prepare
+from ..deltas import Finish, TypedDelta
+from ..errors import BadRequestError
 from .common import TokenTexts, new_id
+from .output import ResponseOutput, StreamEvent
 from .responses_schema import ResponsesBody, messages_of
 from .store import ResponseStore
-from .turn import Event, Turn
 
 router = APIRouter()
-# What the chat layer calls fields, and what this API calls them.
-_FIELDS = {"messages": "input", "response_format": "text.format"}
 
 
 @router.post("/v1/responses")
@@ -30,13 +31,12 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     earlier = store.get(salt, body.previous_response_id).messages if body.previous_response_id is not None else []
     messages = [*earlier, *messages_of(body.input)]
     call = _call(body, backend, messages, salt)
-    async with AsyncExitStack() as stack:
-        answer = ResponseAnswer(backend, body, await _open(backend, call, stack))
+
+    def keep(response: dict[str, Any], said: ChatMessage) -> None:
         if body.store is not False:
-            answer.on_end = lambda response, said: store.put(salt, response, [*messages, said])
-        if body.stream:
-            return stream(answer.lines(), stack.pop_all())
-        return JSONResponse(await until_gone(request, answer.whole()))
+            store.put(salt, response, [*messages, said])
+
+    return AnswerResponse(request, ResponseAnswer(backend, body, keep), partial(prepare, backend, call), body.stream)
 
 
 @router.get("/v1/responses/{name}")
@@ -58,7 +58,7 @@ def _store(request: Request) -> ResponseStore:
     return store
 
 
-def _call(body: ResponsesBody, backend: Backend, messages: list[dict[str, Any]], salt: str) -> ChatCall:
+def _call(body: ResponsesBody, backend: Backend, messages: list[ChatMessage], salt: str) -> ChatCall:
     tools = [tool.as_tool() for tool in body.tools or []]
     if not tools and body.tool_choice not in (None, "auto", "none"):
         raise BadRequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
@@ -70,76 +70,72 @@ def _call(body: ResponsesBody, backend: Backend, messages: list[dict[str, Any]],
         schema=body.schema_of_answer(),
         thinking=body.thinking(),
         max_tokens=body.max_output_tokens,
-        sampling=body.sampling(backend.llm.plan.layout.vocabulary),
+        sampling=body.sampling(backend.llm.vocabulary),
         stops=body.stops,
         top_logprobs=body.wanted_logprobs(),
         salt=salt,
     )
 
 
-async def _open(backend: Backend, call: ChatCall, stack: AsyncExitStack) -> Choice:
-    try:
-        return (await open_chat(backend, call, stack))[0]
-    except BadRequestError as error:
-        error.field = _FIELDS.get(error.field or "", error.field)
-        raise
+class ResponseAnswer(Answer):
+    fields: ClassVar = {"messages": "input", "response_format": "text.format"}
 
-
-class ResponseAnswer:
-    """A response while it is made, in one piece or as events."""
-
-    def __init__(self, backend: Backend, body: ResponsesBody, choice: Choice) -> None:
-        self._choice = choice
-        self._turn = Turn(TokenTexts(backend))
+    def __init__(
+        self, backend: Backend, body: ResponsesBody, keep: Callable[[dict[str, Any], ChatMessage], None]
+    ) -> None:
+        """`keep` is called with the finished response and what was said."""
+        self._keep = keep
+        self._output = ResponseOutput(TokenTexts(backend))
         self._response = _empty(backend, body)
-        # Called with the finished response and what was said as a message.
-        self.on_end: Any = None
+        # Frames written so far.
+        self._number = 0
 
-    async def whole(self) -> dict[str, Any]:
-        async for _ in self._events():
-            pass
+    def begin(self, prompt_tokens: int) -> Iterator[str]:
+        for kind in ("created", "in_progress"):
+            yield self._frame({"type": f"response.{kind}", "response": self._response})
+
+    def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
+        for event in self._finish(delta) if isinstance(delta, Finish) else self._output.add(delta):
+            yield self._frame(event)
+
+    def end(self) -> Iterator[str]:
+        yield self._frame({"type": f"response.{self._response['status']}", "response": self._response})
+
+    def fail(self, error: OneKVError) -> Iterator[str]:
+        self._response |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
+        yield self._frame({"type": "response.failed", "response": self._response})
+
+    def whole(self, said: list[list[TypedDelta]]) -> dict[str, Any]:
+        for delta in said[0]:
+            for _ in self._finish(delta) if isinstance(delta, Finish) else self._output.add(delta):
+                pass
         return self._response
 
-    async def lines(self) -> AsyncIterator[str]:
-        number = 0
-        try:
-            async for event in self._events():
-                yield sse({**event, "sequence_number": number}, event["type"])
-                number += 1
-        except Exception as error:  # noqa: BLE001  it is told, or logged and told
-            self._response |= {"status": "failed", "error": {"code": "server_error", "message": str(for_client(error))}}
-            failed = {"type": "response.failed", "response": self._response, "sequence_number": number}
-            yield sse(failed, "response.failed")
-
-    async def _events(self) -> AsyncIterator[Event]:
-        yield {"type": "response.created", "response": self._response}
-        yield {"type": "response.in_progress", "response": self._response}
-        async for part in self._choice:
-            for event in self._turn.add(part):
-                yield event
-        incomplete = self._choice.finish_reason == "length"
+    def _finish(self, finish: Finish) -> Iterator[StreamEvent]:
+        incomplete = finish.reason == "length"
         status = "incomplete" if incomplete else "completed"
-        for event in self._turn.close(status):
-            yield event
+        yield from self._output.close(status)
         self._response |= {
             "status": status,
-            "output": self._turn.output,
+            "output": self._output.items,
             "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
-            "usage": self._usage(),
+            "usage": _usage(finish),
         }
-        if self.on_end is not None:
-            self.on_end(self._response, self._turn.message())
-        yield {"type": f"response.{status}", "response": self._response}
+        self._keep(self._response, self._output.message())
 
-    def _usage(self) -> dict[str, Any]:
-        end = self._choice.end
-        return {
-            "input_tokens": end.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": end.generated,
-            "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens},
-            "total_tokens": end.prompt_tokens + end.generated,
-        }
+    def _frame(self, event: StreamEvent) -> str:
+        self._number += 1
+        return frame({**event, "sequence_number": self._number - 1}, event["type"])
+
+
+def _usage(finish: Finish) -> dict[str, Any]:
+    return {
+        "input_tokens": finish.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finish.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": finish.generated,
+        "output_tokens_details": {"reasoning_tokens": finish.reasoning_tokens},
+        "total_tokens": finish.prompt_tokens + finish.generated,
+    }
 
 
 def _empty(backend: Backend, body: ResponsesBody) -> dict[str, Any]:

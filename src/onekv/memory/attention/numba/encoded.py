@@ -120,11 +120,11 @@ def _contiguous(array: mx.array) -> Array:
     return np.ascontiguousarray(np.asarray(array))
 
 
-def _side(codec: Codec, parts: list[mx.array]) -> tuple[Any, ...]:
-    codes, scales, biases = (np.asarray(part) for part in (parts[0], parts[1], parts[-1]))
+def _side(codec: Codec, planes: list[mx.array]) -> tuple[Any, ...]:
+    codes, scales, biases = (np.asarray(plane) for plane in (planes[0], planes[1], planes[-1]))
     kind, *book = _book(codec)
     codes = codes.view(np.uint8)
-    flat = (codes.reshape(-1), *(part.view(np.uint16).reshape(-1) for part in (scales, biases)))
+    flat = (codes.reshape(-1), *(plane.view(np.uint16).reshape(-1) for plane in (scales, biases)))
     return (kind, *codes.shape[1:], scales.shape[2], *flat, *book)
 
 

@@ -1,14 +1,41 @@
-"""The interactive chat of the command line."""
+"""`onekv chat`: a conversation at the terminal."""
 
+import argparse
 import io
+import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .errors import MemoryBudgetError, OneKVError
-from .llm import LLM, Message
+from ..config import Settings
+from ..errors import MemoryBudgetError, OneKVError
+from ..models import DEFAULT_MODEL
+from . import options
+
+if TYPE_CHECKING:
+    from ..llm import LLM, Message
 
 
-def chat(llm: LLM, system: str | None, sampling: dict[str, Any]) -> None:
+def define(command: argparse.ArgumentParser) -> None:
+    options.define(command, run, "onekv chat --system 'Answer briefly.' --kv-memory 256MiB")
+    command.add_argument("--model", default=DEFAULT_MODEL, help=options.MODEL_HELP)
+    command.add_argument("--system", type=options.readable, metavar="TEXT", help="instructions for the model")
+    options.add_sampling(command)
+    options.add_settings(command)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    sampling = options.sampling(arguments)
+    settings = options.resolved(Settings, arguments)
+    if sys.stdin.isatty() and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        # Some scripts start what they run with Ctrl-C ignored; to a person at the terminal it is a key of the chat.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    from ..llm import LLM
+
+    with LLM(arguments.model, **vars(settings)) as llm:
+        chat(llm, arguments.system, sampling)
+
+
+def chat(llm: "LLM", system: str | None, sampling: options.Sampling) -> None:
     """Read a line, stream the answer, until the input ends; Ctrl-C at the prompt drops the line."""
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
@@ -36,7 +63,7 @@ def chat(llm: LLM, system: str | None, sampling: dict[str, Any]) -> None:
                 messages.append({"role": "assistant", "content": answer})
 
 
-def _answer(llm: LLM, messages: list[Message], sampling: dict[str, Any]) -> str | None:
+def _answer(llm: "LLM", messages: "list[Message]", sampling: options.Sampling) -> str | None:
     """Print the answer as it comes; what was stopped is kept as far as it came. None if there is nothing to keep."""
     stream = None
     try:

@@ -1,12 +1,10 @@
-"""`onekv cache`: look into the folder of a disk cache, check it, empty it.
+"""What `onekv cache` does: look into the folder of a disk cache, check it, empty it.
 
-`ls` and `stats` read the index alone and work while a server uses the folder. `verify` and `clear` take the folder for
-themselves, and say who has it if that is not possible.
+`ls` and `stats` read the index alone and work while a server uses the folder. `check` (`onekv cache verify`) and
+`empty` (`onekv cache clear`) take the folder for themselves, and say who has it if that is not possible.
 """
 
-import argparse
 import json
-import os
 import shutil
 import signal
 import sqlite3
@@ -22,28 +20,22 @@ from typing import Any
 
 from tqdm import tqdm
 
-from .config import AUTO, variable
-from .errors import SettingError
-from .report import table
-from .tiers.folder import INDEX, INDEX_FILES, Folder, file_size, is_ours
-from .tiers.index import DiskIndex
-from .tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify
-from .tiers.opening import default_folder
-from .units import format_size
+from ..config import AUTO
+from ..errors import SettingError
+from ..report import table
+from ..tiers.folder import INDEX, INDEX_FILES, Folder, file_size, is_ours
+from ..tiers.index import DiskIndex
+from ..tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify
+from ..tiers.opening import default_folder
+from ..units import format_size
 
 # Digits of a model's hash that are shown; `clear --model` takes any number of them.
 DIGITS = 8
 STRAY = 5
 
 
-def run(arguments: argparse.Namespace) -> int | None:
-    commands = {"ls": _ls, "stats": _stats, "verify": _verify, "clear": _clear}
-    return commands[arguments.action](arguments, _folder(arguments))
-
-
-def _folder(arguments: argparse.Namespace) -> Path:
+def find(name: str) -> Path:
     """The folder that is meant. It must be a disk cache: nothing is made here."""
-    name = arguments.disk_cache or os.environ.get(variable("disk_cache")) or AUTO
     folder = default_folder() if name == AUTO else Path(name).expanduser().absolute()
     if not folder.exists():
         raise SettingError(f"there is no disk cache {folder}; give its folder with --disk-cache")
@@ -55,9 +47,9 @@ def _folder(arguments: argparse.Namespace) -> Path:
 # Looking
 
 
-def _ls(arguments: argparse.Namespace, folder: Path) -> None:
+def ls(folder: Path, as_json: bool) -> None:
     uses = models(folder)
-    if arguments.json:
+    if as_json:
         print(json.dumps([_model(use) for use in uses], indent=2))
         return
     if not uses:
@@ -102,9 +94,9 @@ class FolderStats:
     last_used: float | None
 
 
-def _stats(arguments: argparse.Namespace, folder: Path) -> None:
+def stats(folder: Path, as_json: bool) -> None:
     uses = models(folder)
-    stats = FolderStats(
+    found = FolderStats(
         folder=str(folder),
         models=len(uses),
         blocks=sum(use.blocks for use in uses),
@@ -116,20 +108,20 @@ def _stats(arguments: argparse.Namespace, folder: Path) -> None:
         oldest=min((use.created for use in uses if use.created is not None), default=None),
         last_used=max((use.used for use in uses if use.used is not None), default=None),
     )
-    if arguments.json:
-        print(json.dumps(asdict(stats), indent=2))
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
         return
     now = time.time()
     rows = [
-        ["models", f"{stats.models:,}"],
-        ["blocks", f"{stats.blocks:,}"],
-        ["files", f"{stats.files:,}"],
-        ["size of the files", format_size(stats.bytes)],
-        ["size of the index", format_size(stats.index_bytes)],
-        ["free on that disk", format_size(stats.free_bytes)],
-        ["written today (UTC)", format_size(stats.written_today_bytes)],
-        ["oldest", ago(now, stats.oldest)],
-        ["last used", ago(now, stats.last_used)],
+        ["models", f"{found.models:,}"],
+        ["blocks", f"{found.blocks:,}"],
+        ["files", f"{found.files:,}"],
+        ["size of the files", format_size(found.bytes)],
+        ["size of the index", format_size(found.index_bytes)],
+        ["free on that disk", format_size(found.free_bytes)],
+        ["written today (UTC)", format_size(found.written_today_bytes)],
+        ["oldest", ago(now, found.oldest)],
+        ["last used", ago(now, found.last_used)],
     ]
     print(f"{folder}\n\n{table(rows, ['disk cache', ''])}")
 
@@ -163,7 +155,8 @@ def ago(now: float, then: float | None) -> str:
 # Checking and emptying
 
 
-def _verify(arguments: argparse.Namespace, folder: Path) -> int:
+def check(folder: Path) -> int:
+    """1 if anything was damaged or left over."""
     with tqdm(desc="checking", unit=" files", file=sys.stderr, disable=None) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -187,11 +180,11 @@ def _findings(report: Report) -> str:
     return f"{found}; {format_size(report.removed_bytes)} were removed and will be computed again when needed"
 
 
-def _clear(arguments: argparse.Namespace, folder: Path) -> int | None:
-    name: str | None = arguments.model
+def empty(folder: Path, name: str | None, sure: bool) -> int | None:
+    """All of it, or what belongs to the model called `name`. Asks a person who is not `sure`; 1 if the answer is no."""
     if name is not None and not name.strip():
         raise SettingError("--model is empty; give a name or an id that `onekv cache ls` shows")
-    if not arguments.yes and sys.stdin.isatty() and not _confirmed(folder, name):
+    if not sure and sys.stdin.isatty() and not _confirmed(folder, name):
         print("nothing was removed")
         return 1
     with _uninterrupted():

@@ -1,62 +1,68 @@
-"""What the model says in one response: output items, and the events that tell of them."""
+"""What the model says in one response: the API's output items, and its stream events that tell of them."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..chat import Part, Text, ToolCall
+from ..deltas import TextDelta, ToolCallDelta
 from .common import TokenTexts, new_id
 
-Event = dict[str, Any]
-Item = dict[str, Any]
+# As the API has them, before they are written.
+StreamEvent = dict[str, Any]
+OutputItem = dict[str, Any]
 
 
-class Turn:
+class ResponseOutput:
     """Each item is added, filled by deltas and done before the next one is added."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
-        self.output: list[Item] = []
-        # The last item of `output` while text is still added to it.
-        self._open: Item | None = None
+        self.items: list[OutputItem] = []
+        # The last item of `items` while text is still added to it.
+        self._open: OutputItem | None = None
 
-    def add(self, part: Part) -> Iterator[Event]:
-        if isinstance(part, ToolCall):
+    def add(self, delta: TextDelta | ToolCallDelta) -> Iterator[StreamEvent]:
+        if isinstance(delta, ToolCallDelta):
             yield from self.close("completed")
-            yield from self._call(part)
+            yield from self._call(delta)
             return
-        kind = "message" if part.kind == "content" else "reasoning"
+        kind = "message" if delta.kind == "content" else "reasoning"
         if self._open is None or self._open["type"] != kind:
             yield from self.close("completed")
             yield from self._begin(kind)
         assert self._open is not None
         content = self._open["content"][0]
-        content["text"] += part.text
-        event = {"type": f"response.{content['type']}.delta", **self._place(), "content_index": 0, "delta": part.text}
+        content["text"] += delta.text
+        event = {"type": f"response.{content['type']}.delta", **self._place(), "content_index": 0, "delta": delta.text}
         if kind == "message":
-            event["logprobs"] = self._logprobs(part)
+            event["logprobs"] = self._logprobs(delta)
             content["logprobs"] += event["logprobs"]
         yield event
 
-    def close(self, status: str) -> Iterator[Event]:
+    def close(self, status: str) -> Iterator[StreamEvent]:
         """End the item that is open, if one is."""
         if self._open is None:
             return
         item, self._open = self._open, None
         item["status"] = status
-        part = item["content"][0]
-        done = {"type": f"response.{part['type']}.done", **self._place(), "content_index": 0, "text": part["text"]}
+        content = item["content"][0]
+        done = {
+            "type": f"response.{content['type']}.done",
+            **self._place(),
+            "content_index": 0,
+            "text": content["text"],
+        }
         if item["type"] == "message":
-            done["logprobs"] = part["logprobs"]
+            done["logprobs"] = content["logprobs"]
         yield done
-        yield {"type": "response.content_part.done", **self._place(), "content_index": 0, "part": part}
+        yield {"type": "response.content_part.done", **self._place(), "content_index": 0, "part": content}
         yield self._item_event("done")
 
     def message(self) -> dict[str, Any]:
         """All of it as a message of a conversation."""
         texts = {"message": "", "reasoning": ""}
         calls = []
-        for item in self.output:
+        for item in self.items:
             if item["type"] == "function_call":
                 function = {"name": item["name"], "arguments": json.loads(item["arguments"])}
                 calls.append({"id": item["call_id"], "type": "function", "function": function})
@@ -69,19 +75,19 @@ class Turn:
             message["tool_calls"] = calls
         return message
 
-    def _begin(self, kind: str) -> Iterator[Event]:
-        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        item: Item = {"id": new_id("rs_"), "type": kind, "status": "in_progress", "summary": [], "content": []}
+    def _begin(self, kind: str) -> Iterator[StreamEvent]:
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        item: OutputItem = {"id": new_id("rs_"), "type": kind, "status": "in_progress", "summary": [], "content": []}
         if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item = {"id": new_id("msg_"), "type": kind, "status": "in_progress", "role": "assistant", "content": []}
         self._open = item
-        self.output.append(item)
+        self.items.append(item)
         yield self._item_event("added")
-        yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": {**part}}
-        item["content"].append(part)
+        yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": {**content}}
+        item["content"].append(content)
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
+    def _call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
         item = {
             "id": new_id("fc_"),
             "type": "function_call",
@@ -90,7 +96,7 @@ class Turn:
             "name": call.name,
             "arguments": "",
         }
-        self.output.append(item)
+        self.items.append(item)
         yield self._item_event("added")
         delta = {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
         yield delta
@@ -100,11 +106,11 @@ class Turn:
         yield self._item_event("done")
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self.output[-1]["id"], "output_index": len(self.output) - 1}
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
-    def _item_event(self, what: str) -> Event:
-        index = len(self.output) - 1
-        return {"type": f"response.output_item.{what}", "output_index": index, "item": self.output[-1]}
+    def _item_event(self, what: str) -> StreamEvent:
+        index = len(self.items) - 1
+        return {"type": f"response.output_item.{what}", "output_index": index, "item": self.items[-1]}
 
-    def _logprobs(self, part: Text) -> list[dict[str, Any]]:
-        return self._texts.chat(part.tokens, part.logprobs) if part.logprobs else []
+    def _logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
+        return self._texts.chat(delta.tokens, delta.logprobs) if delta.logprobs else []

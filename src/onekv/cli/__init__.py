@@ -1,0 +1,103 @@
+"""The `onekv` command.
+
+    __init__      the list of commands; the exit status, and errors that are for people as one line
+    options       arguments that several commands share, and the way from their text to typed settings
+    generate, chat, serve, plan, demo, mlx_server, cache, sim, bench
+                  one command each. `define` gives its parser arguments and a `run`, which reads them, has what can be
+                  checked before a model is loaded checked, and passes typed values to what does the work
+
+A command's module is imported when that command is given, and what it needs when it runs: neither `onekv --help` nor
+the help of a command imports MLX.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from .. import __version__
+from ..errors import OneKVError
+from ..models.build import require_mlx
+from .options import add_command
+
+# In the order in which `--help` lists them. The module has the name with an underscore.
+COMMANDS = {
+    "generate": "complete a prompt",
+    "chat": "talk to a model; Ctrl-C stops an answer, Ctrl-D leaves",
+    "serve": "serve a model to OpenAI and Anthropic clients",
+    "plan": "show where the memory would go, without loading the model",
+    "demo": "hold a short conversation and show speed and memory",
+    "mlx-server": "mlx_lm.server with OneKV's caches: takes its flags, and --kv-memory",
+    "cache": "look into the disk cache, check it, or empty it",
+    "sim": "simulate the engine with faults, from a seed, and check that every answer is right",
+    "bench": "measure against mlx-lm, side by side",
+}
+EXAMPLES = """examples:
+  onekv chat                                        talk to the default model
+  onekv serve                                       an OpenAI- and Anthropic-compatible server
+  onekv generate "The capital of France is" --max-tokens 20
+  onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
+  onekv cache ls                                    what the disk cache has
+  onekv mlx-server --model mlx-community/Qwen3-8B-4bit    mlx_lm.server with OneKV's caches
+  onekv bench decode --json result.json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+
+    def run() -> int | None:
+        if given[:1] == ["mlx-server"]:
+            require_mlx()
+            from . import mlx_server
+
+            mlx_server.serve(given[1:])
+            return 0
+        arguments = _parser(given).parse_args(given)
+        require_mlx()
+        status: int | None = arguments.run(arguments)
+        return status
+
+    return reported(run)
+
+
+def reported(run: Callable[[], int | None]) -> int:
+    """The exit status of `run`; an error that is for people has been printed."""
+    try:
+        status = int(run() or 0)
+        sys.stdout.flush()
+        return status
+    except OneKVError as error:
+        print(f"onekv: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nonekv: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # The reader of our output went away, as `| head` does; the interpreter must not flush into it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"onekv: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser(given: list[str]) -> argparse.ArgumentParser:
+    """Names all commands and knows the arguments of the one in `given`."""
+    parser = argparse.ArgumentParser(
+        prog="onekv",
+        description="Language models on MLX with every token's KV cache exactly once in memory.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"onekv {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    # No flag before it takes a value.
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    for name, text in COMMANDS.items():
+        command = add_command(commands, name, text)
+        if name == chosen:
+            import_module(f".{name.replace('-', '_')}", __package__).define(command)
+    return parser

@@ -1,0 +1,61 @@
+"""What comes of a request, whoever reads it."""
+
+from dataclasses import dataclass
+
+from .engine import Delta, End, FinishReason, Logprob, Request, Timings
+
+# Characters of a text in a repr.
+SHOWN = 60
+
+
+@dataclass(frozen=True, repr=False)
+class Completion:
+    """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it.
+
+    `text` is empty where the LLM has no tokenizer. `stopped_by` is the stop string that ended it, if one did;
+    `logprobs` has one entry for each token, if they were asked for.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+    finish_reason: FinishReason | None
+    timings: Timings
+    stopped_by: str | None = None
+    logprobs: list[Logprob] | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
+        cached = f", {self.cached_tokens} of them cached" if self.cached_tokens else ""
+        return (
+            f"Completion({text!r}, {len(self.tokens)} tokens, {self.finish_reason or 'not ended'}, "
+            f"after {self.prompt_tokens}{cached})"
+        )
+
+
+class Answer:
+    """What was read of one request so far."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._deltas: list[Delta] = []
+        self.end: End | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    @property
+    def completion(self) -> Completion:
+        request, end = self._request, self.end
+        logprobs = [each for delta in self._deltas for each in delta.logprobs]
+        return Completion(
+            text="".join(delta.text for delta in self._deltas),
+            tokens=[token for delta in self._deltas for token in delta.tokens],
+            prompt_tokens=len(request.prompt),
+            cached_tokens=request.cached_tokens,
+            finish_reason=end.finish_reason if end is not None else None,
+            timings=request.timings,
+            stopped_by=end.stopped_by if end is not None else None,
+            logprobs=logprobs if request.sampling.logprobs is not None else None,
+        )

@@ -1,0 +1,40 @@
+"""GET and DELETE /admin/cache: who holds which bytes; forget what is not in use."""
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ...llm import LLM, PoolStats
+from ..backend import Backend
+from ..metrics import pool_owners
+from .access import ADMINISTRATOR
+
+router = APIRouter()
+
+
+@router.get("/admin/cache", dependencies=ADMINISTRATOR)
+async def cache(request: Request) -> dict[str, Any]:
+    """What memory holds now, in bytes by owner, and what the prefix cache did so far."""
+    backend: Backend = request.app.state.backend
+    stats = await backend.call(LLM.stats)
+    return {
+        "pools": [_pool(pool) for pool in stats.pools],
+        "prefix": asdict(stats.prefix) if stats.prefix is not None else None,
+        "tiers": [asdict(tier) for tier in stats.tiers],
+        "memory": asdict(stats.memory),
+        "requests": {"waiting": stats.waiting, "running": stats.running},
+    }
+
+
+def _pool(pool: PoolStats) -> dict[str, Any]:
+    owners = {owner: blocks * pool.block_bytes for owner, blocks in pool_owners(pool).items()}
+    return {**asdict(pool), "bytes": {**owners, "total": pool.blocks * pool.block_bytes}}
+
+
+@router.delete("/admin/cache", dependencies=ADMINISTRATOR)
+async def clear(request: Request) -> dict[str, int]:
+    """Forget what no running request uses and nobody has pinned, of all keys; answers how much that freed."""
+    backend: Backend = request.app.state.backend
+    freed = await backend.call(LLM.clear_cache)
+    return {"freed_blocks": freed.blocks, "freed_bytes": freed.bytes}

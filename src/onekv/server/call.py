@@ -1,0 +1,36 @@
+"""What every chat API asks for, in one form: an endpoint makes a `ChatCall` of its body, all else reads it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..engine import Sampling
+
+ChatMessage = dict[str, Any]
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """`messages` are as in OpenAI's API, with plain text as content; tool calls have their arguments as an object:
+
+    {"role": "assistant", "content": str | None, "tool_calls": [{"id": str, "function": {"name": str,
+    "arguments": dict}}]} and {"role": "tool", "tool_call_id": str, "content": str}. `tools` are OpenAI's:
+    {"type": "function", "function": {"name": str, "description": str, "parameters": schema}}.
+    """
+
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    # "auto", "none", "required", or the name of the one tool that must be called.
+    tool_choice: str = "auto"
+    # A JSON schema that the answer must fit; {} for any JSON object.
+    schema: Schema | None = None
+    # Whether a thinking model should think; None leaves it to the template.
+    thinking: bool | None = None
+    max_tokens: int | None = None
+    # Where there is room for less than `max_tokens`, take what there is.
+    clamp: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    stops: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    n: int = 1
+    salt: str = ""
