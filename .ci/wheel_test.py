@@ -1,4 +1,4 @@
-"""Builds the wheel, installs it into a bare environment and uses it there. Run by `make wheel-test`.
+"""Builds the wheel, or takes the one that is given, installs it into a bare environment and uses it there.
 
 The environment is new and sees nothing but what pip brings for the wheel and its extras: first `cpu`, with which all
 modules but the server's must load and answer, then `server`. The model is the default one, from the user's cache or
@@ -108,7 +108,7 @@ def step(text: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="onekv-wheel-") as name:
-        made = build(Path(name))
+        made = Path(sys.argv[1]).resolve() if sys.argv[1:] else build(Path(name))
         step(f"{made.name}: {check_files(made)}")
         smoke(made, Path(name))
         step("the wheel is good")

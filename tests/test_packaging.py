@@ -25,7 +25,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = packages_distributions()
 
 # Which extra the modules of a room may import when they are imported themselves; all others have the core alone.
-ROOMS = {"server": "server", "memory/attention/numba/kernel.py": "cpu", "memory/cpu_kernel.py": "cpu"}
+ROOMS = {"server": "server", "memory/attention/numba/kernel.py": "cpu"}
 # Which group of development tools a room may import inside functions.
 TOOLS = {"bench": "dev"}
 # Needed although nothing imports them.
@@ -119,11 +119,13 @@ def test_the_walk(path: str, text: str, wrong: list[str], tmp_path: Path, monkey
     assert undeclared(file) == [f"{path} {line}" for line in wrong]
 
 
-def test_classifiers_are_the_pythons_that_are_allowed() -> None:
+def test_classifiers_and_ci_have_the_pythons_that_are_allowed() -> None:
     project = PROJECT["project"]
     (low, high) = re.findall(r"[<>]=?3\.(\d+)", project["requires-python"])
     allowed = [f"3.{minor}" for minor in range(int(low), int(high))]
     assert re.findall(r":: (3\.\d+)$", "\n".join(project["classifiers"]), re.MULTILINE) == allowed
+    (matrix,) = re.findall(r"python: \[(.+)\]", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert re.findall(r"3\.\d+", matrix) == allowed
 
 
 def test_no_extra_for_a_gpu_brings_the_build_for_cpu() -> None:
