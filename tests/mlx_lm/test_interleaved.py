@@ -15,7 +15,7 @@ import mlx.core as mx
 from architectures import build
 from mlx_lm.models import cache as caches
 from onekv import LLM
-from onekv.memory.attention import hook
+from onekv.memory import hook
 
 mx.disable_compile()
 COUNT = 24

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as stock
 
-from onekv.memory.attention.hook import attention, stock_attention
+from onekv.memory.hook import attention, stock_attention
 from onekv.mlx_lm import BatchKVCache, KVCache, PoolFullError, installed
 from onekv.mlx_lm.slabs import SLABS
 from rise import Rise

@@ -12,7 +12,7 @@ import mlx_lm.models
 import pytest
 
 import onekv.mlx_lm
-from onekv.memory.attention import hook
+from onekv.memory import hook
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +75,7 @@ import sys
 import onekv.mlx_lm
 from architectures import build
 from onekv import LLM
-from onekv.memory.attention import hook
+from onekv.memory import hook
 
 build("llama")
 name = f"mlx_lm.models.llama.{hook.NAME}"

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import cache as stock
 
-from onekv.memory.attention.hook import attention
+from onekv.memory.hook import attention
 from onekv.mlx_lm import BatchKVCache, BatchRotatingKVCache, KVCache, LRUPromptCache, RotatingKVCache
 from onekv.mlx_lm.slabs import SLABS
 

@@ -13,8 +13,8 @@ from mlx_lm.models import cache as caches
 
 from architectures import build
 from onekv.errors import SettingError
-from onekv.memory.attention.hook import attention, stock_attention
 from onekv.memory.formats import parse
+from onekv.memory.hook import attention, stock_attention
 from onekv.mlx_lm import LRUPromptCache, TurboQuantKVCache, installed, to_turbo
 from rise import Rise
 from stock import small_llama, stock_logits

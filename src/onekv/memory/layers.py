@@ -9,9 +9,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 from .attention import Backend, Call, LayerKV
-from .attention.hook import Attends, Mask, stock_attention
 from .attention.layer import Pair
 from .attention.turns import Turns
+from .hook import Attends, Mask, stock_attention
 from .step import GroupStep, Step
 
 

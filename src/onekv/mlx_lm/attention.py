@@ -16,9 +16,9 @@ from operator import add
 import mlx.core as mx
 
 from ..memory.attention.chunk import TILE_BYTES, causal
-from ..memory.attention.hook import Mask
 from ..memory.attention.softmax import POWERS_OF_2, Softmax, softmax_on
 from ..memory.device import kind
+from ..memory.hook import Mask
 from .slabs import Views, dense
 
 # On a GPU, up to so many tokens are done here.

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache as StockKVCache
 
-from ..memory.attention.hook import Attends, Mask
+from ..memory.hook import Attends, Mask
 from .attention import attend
 from .slabs import KV, CacheState, Columns, dense, footprint
 

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache as StockBatchKVCache
 
-from ..memory.attention.hook import Attends, Mask
+from ..memory.hook import Attends, Mask
 from .attention import attend, row_mask
 from .kv import KVCache
 from .slabs import KV, CacheState, Columns, Slab, dense, footprint

@@ -20,7 +20,7 @@ from mlx_lm.models import cache
 
 from mlx_lm import server
 
-from ..memory.attention import hook
+from ..memory import hook
 from ..memory.layout import reader  # noqa: F401  (has to find mlx-lm's own classes when it is loaded)
 from .generator import BatchGenerator, generate_step
 from .kv import KVCache

@@ -24,9 +24,9 @@ from mlx_lm.models.cache import _BaseCache, create_attention_mask
 
 from ..errors import SettingError
 from ..memory.attention.chunk import causal
-from ..memory.attention.hook import Attends, Mask, stock_attention
 from ..memory.attention.tiles import attend
 from ..memory.formats import Codec, KVFormat, parse
+from ..memory.hook import Attends, Mask, stock_attention
 from .slabs import KV, whole_steps
 
 BITS = (4, 3, 2)

@@ -15,10 +15,10 @@ from typing import ClassVar, NamedTuple
 import mlx.core as mx
 
 from ..device import Kind
+from ..hook import Mask, stock_attention
 from ..layout import KVLayer
 from ..step import GroupStep
 from .chunk import chunk_attention
-from .hook import Mask, stock_attention
 from .layer import LayerKV, Pair
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from .hook import Mask
+from ..hook import Mask
 from .softmax import POWERS_OF_2
 
 # Scores of so many bytes at a time.

@@ -5,9 +5,9 @@ at a time, and over plain ones as mlx-lm would do it.
 import mlx.core as mx
 
 from ..device import Kind
+from ..hook import stock_attention
 from ..layout import KVLayer
 from .base import Backend, Call
-from .hook import stock_attention
 from .layer import Pair, gather
 
 

@@ -16,11 +16,11 @@ or, when rows are of very different lengths and a grid would be mostly padding, 
 import mlx.core as mx
 
 from ..device import Kind
+from ..hook import stock_attention
 from ..layout import KVLayer
 from ..pairs import Grid, PairList, Pairs
 from ..pool import LayerArrays
 from .base import Backend, Call
-from .hook import stock_attention
 from .layer import LayerKV, Pair
 from .softmax import Product, Softmax, softmax_on
 

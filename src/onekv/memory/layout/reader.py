@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 )
 
 from ...errors import SettingError, UnsupportedLayerError
-from ..attention import hook
+from .. import hook
 from .types import Group, KVLayer, Layout, Leaf, Rule, StateLayer
 
 # mlx-lm keeps this many first tokens in a cache that is cut by `max_kv_size`.
