@@ -21,6 +21,7 @@ from .ask import Message, Prompt
 from .completion import Completion
 from .config import Settings
 from .engine import Engine, Request, Sampling, TextOutput
+from .engine.view import MemoryStats, Stats, read_stats
 from .errors import OneKVError, SettingError, TooLongError
 from .memory.attention.numba import encoded as cpu_encoded
 from .memory.figures import PoolStats
@@ -28,7 +29,6 @@ from .memory.formats import KVFormat, parse
 from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, context_length, load_model
-from .stats import MemoryStats, Stats, read_stats
 from .streams import BatchStream, Driver, Stream
 from .tiers.opening import open_tier
 from .units import format_size

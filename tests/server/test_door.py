@@ -30,6 +30,17 @@ from onekv.server.settings import ServerSettings
 router = APIRouter()
 
 
+# While it is not set, the engine does not go on.
+go_on = threading.Event()
+
+
+@router.post("/v1/hold")
+async def hold(request: Request) -> Response:
+    """Stop the engine's thread, as a very long step would."""
+    request.app.state.backend.thread.call(lambda engine: go_on.wait(60))
+    return Response()
+
+
 class EchoBody(Body):
     text: str
     max_tokens: int = 8
@@ -106,4 +117,16 @@ def test_it_has_what_all_endpoints_have(client: httpx.Client) -> None:
     # The client is gone, and so is its request.
     while client.get("/admin/cache").json()["requests"] != {"waiting": 0, "running": 0}:
         time.sleep(0.05)
+    assert client.get("/admin/integrity").json()["ok"]
+
+
+def test_metrics_do_not_wait_for_a_long_step(client: httpx.Client) -> None:
+    go_on.clear()
+    try:
+        client.post("/v1/hold")
+        figures = client.get("/metrics").text
+        assert not go_on.is_set()
+        assert "onekv_requests_running 0.0" in figures and "onekv_kv_pool_bytes{" in figures
+    finally:
+        go_on.set()
     assert client.get("/admin/integrity").json()["ok"]

@@ -1,7 +1,8 @@
 """The one thread that owns MLX, and how others talk to it.
 
 Orders go in by a queue: start a job, cancel one, call a function between two steps. What a job produces goes out by its
-`emit`, which the engine's thread calls (`jobs.py`). Nothing of the engine is ever touched by another thread.
+`emit`, which the engine's thread calls (`jobs.py`). Nothing of the engine is ever touched by another thread: whoever
+wants to look gets an immutable picture (`look`), which is made anew after a step, some times a second.
 
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ refused at once: too long, or too many wait    \\_ cancelled: End("cancelled")
@@ -24,11 +25,15 @@ from typing import TypeVar
 from ..errors import OverloadedError
 from .engine import Engine
 from .jobs import Job, Jobs
+from .view import View, look
 
 log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
 
 
+# How old a picture of the engine may become while somebody looks or something runs, and how long somebody who has
+# looked may do so again.
+VIEW_SECONDS, WATCH_SECONDS = 0.25, 5.0
 # How long a thread that Python has joined may take to end.
 GONE_SECONDS = 10.0
 
@@ -58,6 +63,9 @@ class EngineThread:
         self._stopping = False
         # When running jobs are cancelled, once it is stopping.
         self._deadline = math.inf
+        self._view: View | None = None
+        # Until when somebody may look again, and whether they want the prefix tree.
+        self._watched, self._tree_watched = -math.inf, -math.inf
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="onekv-engine", daemon=True)
 
@@ -101,6 +109,21 @@ class EngineThread:
             self.check_open()
             self._orders.put(order)
         return future
+
+    def look(self, nodes: bool = False) -> View:
+        """The engine as it was after a step not long ago; with `nodes`, soon with the prefix tree in it.
+
+        Waits for nothing: in the midst of a long step it is the picture from before it.
+        """
+        assert self._view is not None, "the engine was not started"
+        now = self._now()
+        if now >= self._watched and not self._stopping:
+            # It may be idle, and look up only when something is asked for.
+            self._orders.put(lambda engine: None)
+        self._watched = now + WATCH_SECONDS
+        if nodes:
+            self._tree_watched = self._watched
+        return self._view
 
     def check_open(self) -> None:
         """Raises OverloadedError if it is stopping. With the lock held, an order that is let in is also carried out."""
@@ -152,6 +175,7 @@ class EngineThread:
         """Build the engine; the thread that does so owns it."""
         engine = self._build()
         self._room = engine.plan.max_batch + self._max_waiting
+        self._publish(engine)
         return engine
 
     def turn(self, engine: Engine, wait: bool = True) -> bool:
@@ -164,6 +188,8 @@ class EngineThread:
         self._expire(engine)
         was_idle = engine.idle
         self._jobs.step(engine)
+        if engine.idle or self._view_is_old():
+            self._publish(engine)
         if self.check_integrity and engine.idle and not was_idle:
             engine.check_integrity()
         return True
@@ -191,12 +217,24 @@ class EngineThread:
         while True:
             if self._stopping and (engine.idle or self._now() >= self._deadline):
                 return True
+            idle = engine.idle and not self._stopping
             try:
-                order = self._orders.get(block=wait and engine.idle and not self._stopping)
+                watched = self._now() < self._watched
+                order = self._orders.get(wait and idle, VIEW_SECONDS if watched else None)
             except queue.Empty:
-                return False
+                if not (wait and idle):
+                    return False
+                order = None
             if order is not None:
                 order(engine)
+            if idle:
+                self._publish(engine)
+
+    def _view_is_old(self) -> bool:
+        return self._view is None or self._now() >= self._view.time + VIEW_SECONDS
+
+    def _publish(self, engine: Engine) -> None:
+        self._view = look(engine, nodes=self._now() < self._tree_watched)
 
     def _expire(self, engine: Engine) -> None:
         now = self._now()

@@ -1,14 +1,13 @@
 """GET /metrics, for Prometheus."""
 
 import asyncio
-from contextlib import suppress
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from ...errors import OverloadedError
-from ...llm import LLM, Stats
+from ...llm import LLM
 from ..backend import Backend
 from .access import ADMINISTRATOR
 
@@ -20,10 +19,11 @@ router = APIRouter()
 
 @router.get("/metrics", dependencies=ADMINISTRATOR)
 async def metrics(request: Request) -> Response:
-    """In Prometheus' text format. The gauges are of the last scrape if the engine is in the midst of a long step."""
+    """In Prometheus' text format. In the midst of a long step the gauges are those from before it."""
     backend: Backend = request.app.state.backend
-    stats: Stats | None = None
-    # Busy, or shutting down: the counters are still worth having.
-    with suppress(asyncio.TimeoutError, OverloadedError):
+    try:
         stats = await asyncio.wait_for(backend.call(LLM.stats), SCRAPE_S)
+    except (TimeoutError, OverloadedError):
+        # Busy, or shutting down.
+        stats = backend.thread.look().stats
     return Response(backend.metrics.render(stats), media_type=CONTENT_TYPE_LATEST)
