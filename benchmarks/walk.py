@@ -38,7 +38,8 @@ class Walk:
         threading.setprofile(self._called)
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        if not self.on or event != "call" or not frame.f_code.co_filename.startswith(SOURCE):
+        code = frame.f_code
+        if not self.on or event != "call" or not code.co_filename.startswith(SOURCE) or code.co_name.startswith("<"):
             return
         name = (frame.f_code.co_filename[len(SOURCE) + 1 :], frame.f_code.co_qualname)
         self.functions[name] = self.functions.get(name, 0) + 1

@@ -290,10 +290,12 @@ class Engine:
                     continue
                 if not request.tokens:
                     request.first = now
-                request.logprobs += row.logprobs
-                for token in row.tokens:
+                for index, token in enumerate(row.tokens):
                     request.tokens.append(token)
+                    request.logprobs += row.logprobs[index : index + 1]
                     self._follow(request, token)
+                    if request.finished:
+                        break
 
     def _follow(self, request: Request, token: int) -> None:
         """A request has one more token: tell its constraint, publish what it filled, end it if that was the last."""

@@ -116,13 +116,13 @@ class EngineThread:
         Waits for nothing: in the midst of a long step it is the picture from before it.
         """
         assert self._view is not None, "the engine was not started"
-        now = self._now()
-        if now >= self._watched and not self._stopping:
-            # It may be idle, and look up only when something is asked for.
-            self._orders.put(lambda engine: None)
+        now, before = self._now(), self._watched
         self._watched = now + WATCH_SECONDS
         if nodes:
             self._tree_watched = self._watched
+        if now >= before and not self._stopping:
+            # It may be idle, and look up only when something is asked for.
+            self._orders.put(lambda engine: None)
         return self._view
 
     def check_open(self) -> None:
@@ -188,7 +188,7 @@ class EngineThread:
         self._expire(engine)
         was_idle = engine.idle
         self._jobs.step(engine)
-        if engine.idle or self._view_is_old():
+        if self._view_is_old():
             self._publish(engine)
         if self.check_integrity and engine.idle and not was_idle:
             engine.check_integrity()
@@ -218,8 +218,8 @@ class EngineThread:
             if self._stopping and (engine.idle or self._now() >= self._deadline):
                 return True
             idle = engine.idle and not self._stopping
+            watched = self._now() < self._watched
             try:
-                watched = self._now() < self._watched
                 order = self._orders.get(wait and idle, VIEW_SECONDS if watched else None)
             except queue.Empty:
                 if not (wait and idle):
@@ -227,7 +227,7 @@ class EngineThread:
                 order = None
             if order is not None:
                 order(engine)
-            if idle:
+            if idle and self._now() < self._watched:
                 self._publish(engine)
 
     def _view_is_old(self) -> bool:

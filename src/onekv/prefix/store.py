@@ -69,21 +69,22 @@ class Store:
     def keep_snapshot(self, node: Node, snapshot: Snapshot) -> None:
         if self._through:
             self.offload.states(node, snapshot)
-        for key, dropped in self.snapshots.put(node.key, snapshot):
-            self._snapshot_dropped(key, dropped)
+        gone = [(self.index.nodes[key], dropped) for key, dropped in self.snapshots.put(node.key, snapshot)]
+        try:
+            for old, dropped in gone:
+                self._offer_snapshot(old, dropped)
+        finally:
+            # Without it a node may hold nothing.
+            for old, _ in gone:
+                self.prune(old)
 
-    def _snapshot_dropped(self, key: bytes, snapshot: Snapshot) -> None:
+    def _offer_snapshot(self, node: Node, snapshot: Snapshot) -> None:
         """A snapshot made room for others."""
-        node = self.index.nodes.get(key)
-        if node is None:
-            # Pruning another one has taken it along.
-            return
         if not self._outlived(node):
             self.offload.states(node, snapshot)
             if not node.children:
                 # The end of a conversation is read as a whole, its part of a block included.
                 self.offload.node(node)
-        self.prune(node)
 
     def _outlived(self, node: Node) -> bool:
         """Whether all that continue `node` also pass a later snapshot: then its own is hardly missed."""
@@ -164,8 +165,9 @@ class Store:
 
     def prune(self, node: Node) -> None:
         """Remove `node` and those before it, as far as they hold nothing and lead nowhere."""
-        while node.parent is not None and self.removable(node) and self.worthless(node):
+        while self.index.nodes.get(node.key) is node and self.removable(node) and self.worthless(node):
             parent = node.parent
+            assert parent is not None, "a root is in no list of nodes"
             self.remove(node)
             node = parent
 

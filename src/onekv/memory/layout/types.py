@@ -5,6 +5,7 @@ Layers that keep the same tokens form a group and share their block tables.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -111,7 +112,7 @@ class Group:
     rule: Rule
     layers: tuple[KVLayer, ...]
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         return sum(layer.token_bytes for layer in self.layers)
 
