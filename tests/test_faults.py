@@ -175,3 +175,24 @@ def test_an_engine_that_cannot_go_on_ends_every_job():
     assert running.thread.open_jobs == 0
     with pytest.raises(queue.Empty):
         talker.events.get_nowait()
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_who_gets_no_room_for_its_next_token_ends_alone(after, monkeypatch):
+    """While a step is in the air: the others get its tokens and go on."""
+    expected = run(make_engine(build("llama"), max_batch=3), [tokens(9, 1)], 40)[0].tokens
+    engine = make_engine(build("llama"), max_batch=3)
+    requests = [Request(tokens(9, 1), 40), Request(tokens(20, 2), 40), Request(tokens(12, 3), 40)]
+    for request in requests:
+        engine.submit(request)
+    while min(len(request.tokens) for request in requests) < after:
+        engine.step()
+    grow = Lease.grow
+    monkeypatch.setattr(
+        Lease, "grow", lambda lease, count: raises() if lease is requests[1].lease else grow(lease, count)
+    )
+    while not engine.idle:
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["length", "error", "length"]
+    assert requests[0].tokens == expected
+    engine.check_integrity()

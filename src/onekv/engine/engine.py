@@ -253,13 +253,16 @@ class Engine:
         running = self.scheduler.running
         if self.runner.flight is not None and not self._continues(self.runner.flight.requests):
             self._land()
-        if not running:
-            return
-        with self._on_behalf_of(running):
-            for request in running:
-                assert request.lease is not None
+        for request in list(running):
+            assert request.lease is not None
+            with self._on_behalf_of([request]):
                 request.lease.grow(1)
-            self._read(self.runner.decode(list(running)))
+        if self.runner.flight is not None and self.runner.flight.requests != running:
+            # Room could not be made for one of them.
+            self._land()
+        if running:
+            with self._on_behalf_of(running):
+                self._read(self.runner.decode(list(running)))
 
     def _continues(self, requests: list[Request]) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
