@@ -1,5 +1,7 @@
 """Memory is a flat line: the pool's arrays keep their buffers, and a step leaves nothing behind."""
 
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -96,11 +98,14 @@ def test_a_write_that_is_not_in_place_is_noticed(monkeypatch):
 
 
 def test_the_plan_covers_what_a_run_peaks_at():
+    gc.collect()
+    # What other tests of this process hold.
+    others = mx.get_active_memory()
     engine = make_engine(8, prefill_chunk=512)
     mx.reset_peak_memory()
     run(engine, [Request(random_prompt(3000, i), 10) for i in range(3)])
     plan = engine.plan
-    assert mx.get_peak_memory() < plan.total
+    assert mx.get_peak_memory() - others < plan.total
     assert plan.pool_bytes <= plan.budget
 
 

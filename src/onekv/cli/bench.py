@@ -18,7 +18,9 @@ SERVER = "'onekv[server]'"
 SERVERS_NEED = {
     "httpx2": "httpx2",
     "fastapi": SERVER,
+    "starlette": SERVER,
     "uvicorn": SERVER,
+    "h11": SERVER,
     "pydantic": SERVER,
     "prometheus_client": SERVER,
     "llguidance": SERVER,
