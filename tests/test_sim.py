@@ -30,6 +30,7 @@ FOUND_AT = {
     "a part that could not be read counts as read": 5001,
     "a snapshot counts at a shorter length": 5005,
     "a state from the wrong boundary": 5002,
+    "a pinned tail is taken over": 5031,
     "a failed request's blocks are not closed": 5002,
     "what changed is forgotten when a step fails": 5003,
     "a disk block goes to its neighbour's place": 5001,

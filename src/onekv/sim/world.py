@@ -78,7 +78,14 @@ class World:
         self.model = HashModel(self.truth)
         self.tier = self._open_tier()
         self.thread = EngineThread(self._build, config.max_waiting, config.max_wait, now=self.clock.monotonic)
-        self.engine = self.thread.open()
+        try:
+            self.engine = self.thread.open()
+        except Kill:
+            self.counts["killed at start"] += 1
+            if self.tier is not None:
+                self.tier.kill()
+            self._start()
+            return
         self._addresses = self._pool_addresses()
         self.pins.clear()
         self.counts["start"] += 1
