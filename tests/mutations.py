@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from onekv.engine.engine import Engine
 from onekv.engine.jobs import Jobs
+from onekv.engine.scheduler import Scheduler
 from onekv.memory.kv import KVMemory
 from onekv.memory.pool import Pool
 from onekv.memory.pool.blocks import Blocks
@@ -87,14 +88,11 @@ MUTATIONS = {
         Table, "forget", "// self.pool.block_size, len", "// self.pool.block_size + 1, len"
     ),
     "a forgotten block is not reserved again": Mutation(Table, "forget", "    self._keep_in_reserve()", "    pass"),
-    "ends beside longer siblings are overlooked": Mutation(
-        Finder, "_in_memory", "-1 if self._mixed else len(match.nodes)", "len(match.nodes)"
-    ),
     "a failed request's blocks are not closed": Mutation(
         Lease, "discard", "self._store.memory.close(self.sequence)", "pass"
     ),
-    "who fails in admission stays in the queue": Mutation(
-        Engine, "_on_behalf_of", "if not request.finished:", "if not request.finished and request.state != 'waiting':"
+    "who ends while it waits stays in the queue": Mutation(
+        Scheduler, "move", 'state not in ("waiting", "looking")', 'state not in ("waiting", "looking", "finished")'
     ),
     "what changed is forgotten when a step fails": Mutation(
         Engine, "_on_behalf_of", "self.runner.settle()", "self._changed.clear()\n        self.runner.settle()"

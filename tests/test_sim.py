@@ -31,6 +31,7 @@ FOUND_AT = {
     "a snapshot counts at a shorter length": 5005,
     "a state from the wrong boundary": 5002,
     "a pinned tail is taken over": 5031,
+    "the limit of the disk is not held": 5065,
     "a failed request's blocks are not closed": 5002,
     "what changed is forgotten when a step fails": 5003,
     "a disk block goes to its neighbour's place": 5001,
