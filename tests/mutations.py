@@ -116,7 +116,7 @@ MUTATIONS = {
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"
     ),
     "room is not made before blocks are taken": Mutation(
-        Lease, "grow", "self._store.make_room(group, table.lacking(end))", "pass"
+        Lease, "_extend", "self._store.make_room(group, table.lacking(end))", "pass"
     ),
     "a node that holds nothing stays": Mutation(Store, "_evict", "            self.prune(parent)", "            pass"),
     "a lease leaves its node twice": Mutation(Lease, "_move", "self._at.leases -= 1", "self._at.leases -= 2"),

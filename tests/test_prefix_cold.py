@@ -7,12 +7,10 @@ import pytest
 
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Layout
-from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.prefix.cache import PrefixCache
 from onekv.prefix.lease import Lease
-from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier
-from onekv.tiers.image import Image
+from onekv.tiers.image import images_of
 from test_prefix_random import BLOCK, CHUNK, make_layout
 
 
@@ -20,10 +18,7 @@ class Cached:
     """A prefix cache over pools of `blocks`, with a disk behind it. What is computed is of no matter here."""
 
     def __init__(self, layout: Layout, blocks: tuple[int, ...], folder: Path) -> None:
-        images = {group: Image(block_tensors(g, BLOCK), BLOCK) for group, g in enumerate(layout.groups)}
-        if layout.states:
-            images[STATES] = Image(state_tensors(layout), BLOCK)
-        self.tier = DiskTier(folder, "test", "test", images, BLOCK, 2**25, 2**20)
+        self.tier = DiskTier(folder, "test", "test", images_of(layout, BLOCK), BLOCK, 2**25, 2**20)
         self.memory = KVMemory(layout, blocks, BLOCK, CHUNK)
         self.cache = PrefixCache(self.memory, "test", 10 * 4, [self.tier])
         # Those that have not finished.

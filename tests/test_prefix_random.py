@@ -22,13 +22,11 @@ from onekv.errors import MemoryBudgetError
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Group, KVLayer, Layout, Rule, StateLayer
 from onekv.memory.pool import OutOfBlocks
-from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.memory.pool.table import FORGOTTEN
 from onekv.prefix.cache import PrefixCache
 from onekv.prefix.lease import BeingRead
-from onekv.tiers.base import STATES
 from onekv.tiers.disk import DiskTier
-from onekv.tiers.image import Image
+from onekv.tiers.image import images_of
 
 BLOCK, CHUNK, BLOCKS = 4, 6, 14
 # Few different tokens: prompts often begin alike.
@@ -231,10 +229,7 @@ class DiskMachine(Machine):
         super().__init__()
 
     def open_tier(self):
-        images = {group: Image(block_tensors(g, BLOCK), BLOCK) for group, g in enumerate(self.layout.groups)}
-        if self.layout.states:
-            images[STATES] = Image(state_tensors(self.layout), BLOCK)
-        self.tier = DiskTier(self.folder, "test", "test", images, BLOCK, 2**25, 2**20)
+        self.tier = DiskTier(self.folder, "test", "test", images_of(self.layout, BLOCK), BLOCK, 2**25, 2**20)
 
     def least(self, shared, limit):
         # From disk a block comes whole or not at all.

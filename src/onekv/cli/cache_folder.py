@@ -7,7 +7,6 @@
 import json
 import shutil
 import signal
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator
@@ -23,9 +22,8 @@ from tqdm import tqdm
 from ..config import AUTO
 from ..errors import SettingError
 from ..report import table
-from ..tiers.folder import INDEX, INDEX_FILES, Folder, file_size, is_ours
-from ..tiers.index import DiskIndex
-from ..tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify
+from ..tiers.folder import INDEX_FILES, Folder, file_size, is_ours
+from ..tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify, written
 from ..tiers.opening import default_folder
 from ..units import format_size
 
@@ -104,7 +102,7 @@ def stats(folder: Path, as_json: bool) -> None:
         bytes=sum(use.bytes for use in uses),
         index_bytes=sum(file_size(folder / name) for name in INDEX_FILES),
         free_bytes=shutil.disk_usage(folder).free,
-        written_today_bytes=_written(folder, datetime.now(UTC).date().isoformat()),
+        written_today_bytes=written(folder, datetime.now(UTC).date().isoformat()),
         oldest=min((use.created for use in uses if use.created is not None), default=None),
         last_used=max((use.used for use in uses if use.used is not None), default=None),
     )
@@ -124,21 +122,6 @@ def stats(folder: Path, as_json: bool) -> None:
         ["last used", ago(now, found.last_used)],
     ]
     print(f"{folder}\n\n{table(rows, ['disk cache', ''])}")
-
-
-def _written(folder: Path, day: str) -> int:
-    if not (folder / INDEX).exists():
-        return 0
-    try:
-        index = DiskIndex(folder / INDEX, read_only=True)
-        try:
-            return index.written(day)
-        finally:
-            index.close()
-    except sqlite3.Error as error:
-        raise IndexUnreadable(
-            f"the index of the disk cache {folder} cannot be read ({error}); `onekv cache verify` repairs it"
-        ) from error
 
 
 def ago(now: float, then: float | None) -> str:

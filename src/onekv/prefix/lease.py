@@ -185,9 +185,7 @@ class Lease:
         try:
             for group, (table, pool) in enumerate(zip(tables, pools, strict=True)):
                 if held(end, group):
-                    table.forget(length - 1)
-                    self._store.make_room(group, table.lacking(length))
-                    table.extend(length)
+                    self._extend(group, length - 1, length)
                     pool.copy(end.blocks[group], table.blocks[-1])
         finally:
             self._unshare(end)
@@ -209,11 +207,15 @@ class Lease:
 
     def grow(self, count: int) -> None:
         """Make room for `count` more tokens in every group."""
-        end = self.sequence.length + count
-        for group, table in enumerate(self.sequence.tables):
-            table.forget(self.sequence.length)
-            self._store.make_room(group, table.lacking(end))
-            table.extend(end)
+        for group in range(len(self.sequence.tables)):
+            self._extend(group, self.sequence.length, self.sequence.length + count)
+
+    def _extend(self, group: int, position: int, end: int) -> None:
+        """Room for [position, end) in one group: first what is not read any more goes, then what others can miss."""
+        table = self.sequence.tables[group]
+        table.forget(position)
+        self._store.make_room(group, table.lacking(end))
+        table.extend(end)
 
     def truncate(self, length: int) -> None:
         """Take back the last tokens, which were not published: `length` are left."""
@@ -327,11 +329,14 @@ class Lease:
         self._store.used(node)
         self._store.prune(node)
 
-    def release(self) -> None:
-        """Give back all that is held; what was published stays cached, and nothing more."""
+    def _stop_loading(self) -> None:
         if self.loading is not None:
             self._loader.stop(self.loading)
             self.loading = None
+
+    def release(self) -> None:
+        """Give back all that is held; what was published stays cached, and nothing more."""
+        self._stop_loading()
         if self._node is not None:
             self._leave()
         self._store.memory.close(self.sequence)
@@ -339,13 +344,10 @@ class Lease:
     def discard(self) -> None:
         """The sequence failed: forget all it computed, which may be what is wrong. No step may be in the air."""
         blocks = [table.held for table in self.sequence.tables]
-        node = self._node
-        if self.loading is not None:
-            self._loader.stop(self.loading)
-            self.loading = None
+        self._stop_loading()
+        node, self._node = self._node, None
         if node is not None:
             node.leases -= 1
-            self._node = None
         self._store.memory.close(self.sequence)
         if node is not None:
             self._store.discard(node)

@@ -30,12 +30,10 @@ from ..engine import Engine, EngineThread, Request
 from ..engine.runner import Runner
 from ..errors import OneKVError, OverloadedError, SettingError
 from ..memory.kv import KVMemory
-from ..memory.pool.blocks import block_tensors, state_tensors
 from ..memory.pool.sequence import Sequence
 from ..memory.pool.table import FORGOTTEN
-from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
-from ..tiers.image import Image
+from ..tiers.image import images_of
 from ..tiers.store import LOG, SMALL
 from .client import Client
 from .config import Config
@@ -166,12 +164,7 @@ class World:
         config = self.config
         if config.disk_limit is None:
             return None
-        images = {
-            g: Image(block_tensors(group, config.block_size), config.block_size)
-            for g, group in enumerate(config.layout.groups)
-        }
-        if config.layout.states:
-            images[STATES] = Image(state_tensors(config.layout), config.block_size)
+        images = images_of(config.layout, config.block_size)
         staging = config.staging * max(image.size for image in images.values())
         try:
             return DiskTier(

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import OneKVError
-from ..memory.pool.blocks import Tensor
-from .base import Address
+from ..memory.layout import Layout
+from ..memory.pool.blocks import Tensor, block_tensors, state_tensors
+from .base import STATES, Address
 
 FORMAT = "1"
 ALIGNMENT = 64
@@ -70,6 +71,14 @@ class Image:
             "tokens": address.tokens.hex(),
         }
         return f'{{"__metadata__":{json.dumps(metadata)},{self._entries}'.encode()
+
+
+def images_of(layout: Layout, block_size: int) -> dict[int, Image]:
+    """The kinds of parts that a model has: one per group, and its recurrent states."""
+    images = {part: Image(block_tensors(group, block_size), block_size) for part, group in enumerate(layout.groups)}
+    if layout.states:
+        images[STATES] = Image(state_tensors(layout), block_size)
+    return images
 
 
 def _entries(tensors: Sequence[Tensor]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from .index import DiskIndex
 from .rows import ModelUse, Name
 from .store import Store, open_index
 
-__all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "models", "verify"]
+__all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "models", "verify", "written"]
 
 _CHUNK = 4 * 1024 * 1024
 # A folder or a link in place of a file.
@@ -60,11 +60,25 @@ def models(folder: Path) -> list[ModelUse]:
     _must_be_ours(folder)
     if not (folder / INDEX).exists():
         return []
+    with _reading(folder) as index:
+        index.check()
+        return index.uses()
+
+
+def written(folder: Path, day: str) -> int:
+    """Bytes that were written to the folder on that day (UTC). Raises IndexUnreadable."""
+    if not (folder / INDEX).exists():
+        return 0
+    with _reading(folder) as index:
+        return index.written(day)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[DiskIndex]:
     try:
         index = DiskIndex(folder / INDEX, read_only=True)
         try:
-            index.check()
-            return index.uses()
+            yield index
         finally:
             index.close()
     except sqlite3.Error as error:

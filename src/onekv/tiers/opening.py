@@ -8,15 +8,13 @@ from mlx.nn.layers.base import Module
 from ..config import AUTO, Settings
 from ..errors import SettingError
 from ..memory.plan import Plan
-from ..memory.pool.blocks import block_tensors, state_tensors
 from ..models.identity import identity
 from ..models.paths import cache_dir
 from ..units import format_size, parse_size
-from .base import STATES
 from .disk import DiskTier
 from .files import CLOCK, FILES, Clock, Files
 from .folder import FolderInUse
-from .image import Image
+from .image import images_of
 from .maintain import IndexUnreadable, models
 
 log = logging.getLogger("onekv.disk")
@@ -49,18 +47,13 @@ def open_tier(
         return None
     own = settings.disk_cache == AUTO
     folder = default_folder() if own else Path(settings.disk_cache).expanduser().absolute()
-    images = {
-        group: Image(block_tensors(g, plan.block_size), plan.block_size) for group, g in enumerate(plan.layout.groups)
-    }
-    if plan.layout.states:
-        images[STATES] = Image(state_tensors(plan.layout), plan.block_size)
     budget = settings.disk_write_budget
     try:
         return DiskTier(
             folder,
             f"{identity(model)} {plan.stored_as}",
             name,
-            images,
+            images_of(plan.layout, plan.block_size),
             plan.block_size,
             disk_limit(settings, folder, files),
             plan.queue,
