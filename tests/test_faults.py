@@ -191,8 +191,10 @@ def test_who_gets_no_room_for_its_next_token_ends_alone(after, monkeypatch):
     monkeypatch.setattr(
         Lease, "grow", lambda lease, count: raises() if lease is requests[1].lease else grow(lease, count)
     )
+    failed = []
     while not engine.idle:
-        engine.step()
+        failed += engine.step().failed
+    assert failed == requests[1:2]
     assert [request.finish_reason for request in requests] == ["length", "error", "length"]
     assert requests[0].tokens == expected
     engine.check_integrity()

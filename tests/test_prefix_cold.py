@@ -120,3 +120,24 @@ def test_what_fails_while_a_sequence_is_opened_leaves_nothing_held(tmp_path):
     cached.check()
     assert all(pool.reserved == 0 for pool in cached.memory.pools)
     cached.close()
+
+
+def test_what_a_lease_takes_back_is_free_again_and_what_it_published_stays(tmp_path):
+    layout = make_layout([None, 6], recurrent=False)
+    cached = Cached(layout, (8, 8), tmp_path)
+    lease = cached.cache.open(list(range(1, 12)), 20)
+    lease.grow(2 * BLOCK)
+    lease.sequence.length = 2 * BLOCK
+    lease.publish(list(range(1, 12)))
+    held = [pool.held for pool in cached.memory.pools]
+    lease.grow(BLOCK + 1)
+    lease.sequence.length += BLOCK + 1
+    assert [pool.held for pool in cached.memory.pools] > held
+    lease.truncate(2 * BLOCK)
+    assert [pool.held for pool in cached.memory.pools] == held and lease.sequence.length == 2 * BLOCK
+    cached.check()
+    with pytest.raises(AssertionError, match="published"):
+        lease.truncate(2 * BLOCK - 1)
+    lease.release()
+    cached.check()
+    cached.close()
