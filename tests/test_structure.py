@@ -16,10 +16,6 @@ LONGER = {
     "src/onekv/memory/attention/cuda/encoded.py encoded_decode": "one launch with all its inputs",
     "src/onekv/sim/world.py": "all operations of a script change the same world",
     "tests/architectures.py": "a list: one small configuration for each architecture",
-    "tests/test_disk.py": "not divided yet",
-    "tests/tiers/test_damage.py": "not divided yet",
-    "tests/tiers/test_disk_tier.py": "not divided yet",
-    "tests/tiers/test_hostile.py": "not divided yet",
 }
 
 

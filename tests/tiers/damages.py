@@ -12,6 +12,9 @@ from disk_parts import files
 
 Damage = Callable[[Path, random.Random], None]
 
+# Of an index that earlier damage has made unreadable. A message with damaged bytes in it raises UnicodeDecodeError.
+UNREADABLE = (sqlite3.Error, UnicodeDecodeError, MemoryError)
+
 # Damage to files
 
 
@@ -137,9 +140,9 @@ def hostile(root: Path, choose: random.Random) -> None:
 
 def set_values(root: Path, table: str, column: str, value: str, where: str = "1") -> None:
     """Whatever the table allows: its constraints are taken away for as long as it takes."""
-    with suppress(sqlite3.Error):
+    with suppress(*UNREADABLE):
         schema = execute(root, "SELECT name, sql FROM sqlite_master WHERE type = 'table'")
-        plain = [(f"CREATE TABLE {name} ({_plain(sql)}", name) for name, sql in schema]
+        plain = [(f"CREATE TABLE {name} ({_plain(sql)}", name) for name, sql in schema if "(" in str(sql)]
         _write_schema(root, plain)
         try:
             execute(root, f"UPDATE OR REPLACE {table} SET {column} = {value} WHERE {where}")
@@ -180,14 +183,14 @@ def execute(root: Path, statement: str) -> list[tuple[str, str]]:
 
 def statement(text: str) -> Damage:
     def damage(root: Path, choose: random.Random) -> None:
-        with suppress(sqlite3.Error):
+        with suppress(*UNREADABLE):
             execute(root, text)
 
     return damage
 
 
 def lose_rows(root: Path, choose: random.Random) -> None:
-    with suppress(sqlite3.Error):
+    with suppress(*UNREADABLE):
         execute(root, f"DELETE FROM {choose.choice(list(COLUMNS))} WHERE abs(random()) % 2")
 
 

@@ -1,6 +1,8 @@
 """Parts for tests of the disk tier: a part's content follows from its name."""
 
 import hashlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
@@ -15,6 +17,8 @@ from onekv.tiers.image import Image
 
 BLOCK = 16
 MB = 1024 * 1024
+# Seconds, for what must not wait for ever.
+PATIENCE = 60
 
 
 def image(size: int = 64 * 1024) -> Image:
@@ -80,3 +84,23 @@ def files(root: Path) -> list[Path]:
 def file_of(root: Path, where: Address, part: str = "0") -> Path:
     (path,) = root.glob(f"*/*/{where.key.hex()}-{part}.safetensors")
     return path
+
+
+def in_time(what: Callable[[], object]) -> object:
+    """Do it in a thread; a test that waits for ever says so."""
+    done: list[object] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(what())
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it waits for ever"
+    if errors:
+        raise errors[0]
+    return done[0]

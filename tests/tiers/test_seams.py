@@ -6,7 +6,6 @@ import random
 import shutil
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from disk_parts import MB, address, fetch, fetch_one, files, image, is_right, offer, open_tier, store
@@ -81,11 +80,6 @@ class Steps(Clock):
         return self.seconds
 
     monotonic = now
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
 
 
 def test_without_threads_nothing_happens_until_work_is_called(root):

@@ -22,11 +22,6 @@ SIZE = image().size
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def files_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[str], None]]]:
     """What to do before a file is made and after it; both are told its path."""
     around: list[Callable[[str], None]] = [lambda path: None, lambda path: None]

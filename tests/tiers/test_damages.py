@@ -1,0 +1,50 @@
+"""Damage at random, and that the drivers which do it would notice."""
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from damage import LIMIT, Watched, read_some
+from damages import CLOSED, execute
+from disk_parts import MB, address, open_tier, store
+
+from onekv.tiers.base import STATES
+
+
+def test_random_damage(tmp_path):
+    """Thirty rounds of `damage.py`; its seed is printed."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    command = [sys.executable, str(Path(__file__).with_name("damage.py")), "--rounds", "30", "--seed", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+
+
+def test_the_driver_notices_wrong_bytes_and_too_many(root):
+    """A test that cannot fail is no test."""
+    disk = Watched(root)
+    tier = open_tier(root, LIMIT, files=disk)
+    where = address(1)
+    assert tier.offer(where, 0, lambda view: None, wait=True)
+    assert tier.offer(where, STATES, lambda view: None, wait=True)
+    tier.flush()
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        read_some(tier, [where.key])
+    (root / "more").write_bytes(bytes(4 * MB))
+    disk.look()
+    assert disk.most > LIMIT
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_every_damage_can_follow_another(root, kind):
+    """SQLite quotes the damaged schema in its message, which is no text then."""
+    store(tier := open_tier(root), 3)
+    tier.close()
+    index = root / "index.db"
+    index.write_bytes(index.read_bytes().replace(b"CHECK (id", b"\xf3HECK (id"))
+    with pytest.raises(UnicodeDecodeError):
+        execute(root, "SELECT * FROM models")
+    CLOSED[kind](root, random.Random(kind))
