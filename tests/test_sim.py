@@ -42,7 +42,7 @@ FOUND_AT = {
 
 def test_fresh_seeds():
     seed = int(os.environ.get("ONEKV_SIM_SEED", secrets.randbits(31)))
-    until = time.monotonic() + float(os.environ.get("ONEKV_SIM_SECONDS", "100"))
+    until = time.monotonic() + float(os.environ.get("ONEKV_SIM_SECONDS", "60"))
     turns = 0
     print(f"simulation from seed {seed}")
     while time.monotonic() < until:
@@ -129,6 +129,33 @@ def test_interrupted_it_leaves_nothing(tmp_path, processes):
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert not worlds()
+
+
+def test_an_interrupt_that_python_drops_is_remembered(tmp_path):
+    script = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from onekv.sim import command
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))
+
+stock, seeds = command.run_seed, []
+def run_seed(seed, *rest):
+    seeds.append(seed)
+    Finalized()
+    return stock(seed, *rest)
+
+command.run_seed = run_seed
+try:
+    command.simulate(1, 50, 5, None, 1)
+except KeyboardInterrupt:
+    sys.exit(len(seeds))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert "ignored" in done.stderr and done.returncode == 1, done.stderr
 
 
 def test_a_file_that_is_no_script_is_told(tmp_path):

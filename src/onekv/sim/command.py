@@ -11,8 +11,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -69,12 +71,36 @@ def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes
 
 def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator[Outcome]:
     if processes == 1:
-        yield from (run_seed(seed, steps, folder) for seed in seeds)
+        with _remembering() as interrupts:
+            for seed in seeds:
+                yield run_seed(seed, steps, folder)
+                if interrupts:
+                    raise KeyboardInterrupt
         return
     # Not forked: MLX has threads.
     # Interrupting ends the pool, which ends them: they have nothing to say about it.
     with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         yield from pool.imap_unordered(_work, [(seed, steps, folder) for seed in seeds], chunksize=1)
+
+
+@contextmanager
+def _remembering() -> Iterator[list[int]]:
+    """Interrupts so far. Python drops the exception of one that comes while an object is finalized."""
+    interrupts: list[int] = []
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        signal.default_int_handler(number, frame)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _work(task: tuple[int, int, str]) -> Outcome:
