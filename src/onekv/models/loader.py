@@ -14,6 +14,7 @@ from .fetch import KNOWN_FILES, fetch
 from .folder import load_folder
 from .gguf import load_gguf
 from .hub import hub_folder, is_hub_id
+from .joined import join_products
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -30,15 +31,18 @@ class LoadedModel:
     config: dict[str, Any]
 
 
-def load_model(name: str, *, dtype: str | None = None, lazy: bool = False, progress: bool = True) -> LoadedModel:
+def load_model(
+    name: str, *, dtype: str | None = None, lazy: bool = False, progress: bool = True, join: bool = True
+) -> LoadedModel:
     """Finds and loads the model `name`: a known name, a .gguf file, a folder, or a hub id, in that
     order.
 
-    Weights keep their form on a GPU; on CPU they are unpacked and cast to float32, the fast one
-    there. `dtype` (float32, float16, bfloat16) overrides both. `lazy` is for learning shapes and
-    sizes: weights of a folder are read when first used, weights of a GGUF file are placeholders
-    that hold NaN. `progress` shows downloads on stderr. Raises SettingError, ModelNotFoundError,
-    ModelFormatError or FetchError.
+    Weights keep their form on a GPU, where products that share their input are joined (unless
+    `join` is off); on CPU they are unpacked and cast to float32, the fast one there. `dtype`
+    (float32, float16, bfloat16) overrides both. `lazy` is for learning shapes and sizes: weights of
+    a folder are read when first used, weights of a GGUF file are placeholders that hold NaN.
+    `progress` shows downloads on stderr. Raises SettingError, ModelNotFoundError, ModelFormatError
+    or FetchError.
     """
     target = _parse_dtype(dtype)
     on_cpu = mx.default_device() == mx.cpu
@@ -47,6 +51,8 @@ def load_model(name: str, *, dtype: str | None = None, lazy: bool = False, progr
         model, tokenizer, config = load_gguf(path, target, dequantize=on_cpu, lazy=lazy)
     else:
         model, tokenizer, config = load_folder(path, target, dequantize=on_cpu, lazy=lazy)
+    if join and not (on_cpu or lazy):
+        join_products(model)
     return LoadedModel(_display_name(name), model, tokenizer, config)
 
 
