@@ -5,6 +5,7 @@ import itertools
 import mlx.core as mx
 import pytest
 
+from onekv.memory import pairs
 from onekv.memory.attention.cuda.plain import CudaPlain, cuda_decode
 from onekv.memory.device import kind
 from onekv.memory.layout import Group, KVLayer, Rule
@@ -29,20 +30,38 @@ CASES = [
 ]
 
 
-def tables_of(pool, lengths) -> list[Table]:
+# Rows that begin with blocks of another row: (row, tokens) for each.
+FORKS = {
+    "two": {1: (0, 1024)},
+    "all of one": dict.fromkeys(range(1, 21), (0, 1024)),
+    "branches": {1: (0, 512), 2: (1, 768), 3: (1, 1024), 4: (0, 1024), 6: (5, 512)},
+}
+SHARED_CASES = [
+    (dtype, dims, shared, tuple(1100 + 37 * row for row in range(max(FORKS[forks]) + 2)), Rule(), size, FORKS[forks])
+    for dtype, (dims, shared), forks, size in itertools.product(
+        (mx.bfloat16, mx.float16), (((128, 128), 4), ((64, 64), 1), ((64, 64), 9), ((256, 256), 8)), FORKS, (16, 64)
+    )
+]
+
+
+def tables_of(pool, lengths, forks=None) -> list[Table]:
     """Tables of sequences of these lengths; blocks that are in none of them come first, so that none starts at 0."""
     pool.reserve(2)
     pool.take(2, None, 0)
     tables = []
-    for n in lengths:
-        table = Table(pool, n + 1, n)
+    for row, n in enumerate(lengths):
+        prefix = []
+        if forks and row in forks:
+            parent, tokens = forks[row]
+            prefix = tables[parent].blocks[: tokens // pool.block_size]
+        table = Table(pool, n + 1, n, prefix)
         table.advance(0, n - 1)
         table.advance(n - 1, 1)
         tables.append(table)
     return tables
 
 
-def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
+def error(dtype, dims, shared, lengths, rule, block_size, forks=None, with_sinks=False) -> float:
     """The largest difference of the kernels' output to the reference, relative to the largest output."""
     heads, (k_dim, v_dim) = 3, dims
     blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
@@ -52,7 +71,7 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     mx.random.seed(sum(lengths))
     arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
     arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
-    tables = tables_of(pool, lengths)
+    tables = tables_of(pool, lengths, forks)
     step = GroupStep(tables, [n - 1 for n in lengths], [1] * len(lengths), None)
     queries = mx.random.normal((len(lengths), heads * shared, 1, k_dim)).astype(dtype)
     sinks = mx.random.normal((heads * shared,)).astype(dtype) if with_sinks else None
@@ -60,6 +79,9 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
     # What the kernels store, they must also read.
     new = tuple(mx.random.normal((len(lengths), heads, 1, dim)).astype(dtype) for dim in dims)
     mx.eval(arrays.k, arrays.v, new)
+    if forks:
+        together, apart = (step.grid.work(heads, most).table for most in (4 * (16 // shared), 1))
+        assert int(together[3] - together[2]) < int(apart[3] - apart[2])
     out = cuda_decode(queries, arrays, new, step.grid, step.positions, reach, k_dim**-0.5, sinks)
     mx.eval(out)
     for row, (table, n) in enumerate(zip(tables, lengths, strict=True)):
@@ -89,7 +111,14 @@ def error(dtype, dims, shared, lengths, rule, block_size, with_sinks) -> float:
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_attend_like_the_reference(case, with_sinks):
-    assert error(*case, with_sinks) < (0.01 if case[0] == mx.bfloat16 else 0.002)
+    assert error(*case, with_sinks=with_sinks) < (0.01 if case[0] == mx.bfloat16 else 0.002)
+
+
+@pytest.mark.skipif(not mx.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
+def test_rows_that_share_blocks_attend_like_the_reference(case, monkeypatch):
+    monkeypatch.setattr(pairs, "SHARED", 256)
+    assert error(*case, with_sinks=True) < (0.01 if case[0] == mx.bfloat16 else 0.002)
 
 
 def test_kernels_are_not_used_without_the_device():

@@ -79,7 +79,9 @@ def test_without_a_new_snapshot_the_last_one_is_shown() -> None:
     metrics = Metrics()
     assert "onekv_requests_running" not in figures_of(metrics)
     pool = PoolStats("full attention", 30, 100, 9, 2, 5, 3, 3, 1, 3, 0, 6)
-    stats = Stats((pool,), MemoryStats(1, 900, 0, 3, 4, 5), None, (), waiting=7, running=2, one_by_one=None)
+    stats = Stats(
+        (pool,), MemoryStats(1, 900, 0, 3, 4, 5), None, (), waiting=7, running=2, one_by_one=None, uncompiled=None
+    )
     shown = figures_of(metrics, stats)
     assert shown["onekv_requests_waiting"] == 7
     assert shown["onekv_kv_pool_bytes{group=full attention,owner=held}"] == 200

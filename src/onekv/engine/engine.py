@@ -267,7 +267,7 @@ class Engine:
     def _continues(self, requests: list[Request]) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
         full = any(len(request.tokens) + 1 >= request.max_tokens for request in requests)
-        return requests == self.scheduler.running and not full and not any(r.looks_back for r in requests)
+        return requests == self.scheduler.running and not full
 
     def _land(self) -> None:
         """Read the step in the air, if there is one."""

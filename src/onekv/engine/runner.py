@@ -1,10 +1,17 @@
 """Steps on the device: chunks of prompts are stored, and one step of decoding is in the air while the next is built.
 
-The graph of step t + 1 is built from the tokens of step t while the device still works on step t, and is started as
-soon as that has ended; only then are the tokens of step t read. It is not started earlier: MLX would find the pool
-still read by step t and would copy it to write step t + 1 (measured on an H200: 4 GiB in every step). The step in the
-air (`flight`) is landed before anything else touches the pool. Where the memory is `eager`, step t + 1 is computed as
-its graph is built, so step t must have ended before.
+A step is a forward pass, which gives logits, and the drawing of tokens from them. Tokens are drawn when the next step
+is built: by then those before them have been read, and whatever rule or constraint of a request depends on them is up
+to date. So the device has a forward pass to do while the host reads tokens, follows rules and builds, for all requests
+alike:
+
+    device    | forward t + 1          | draw t + 1 | forward t + 2          | draw ...
+    host      | read tokens t | draw t + 1, forward t + 2: built, started | read tokens t + 1 ...
+
+Where operations of MLX write the pool (`KVMemory.writes`), a step is started when the one before has ended: MLX would
+find the pool still being read and would copy it (measured on an H200: 4 GiB in every step). Where kernels write, it is
+started at once. Where the memory is `eager`, a step is computed as its graph is built: nothing is gained by building it
+early, and its tokens are read at once. The step in the air (`flight`) is landed before anything else touches the pool.
 
 The runner knows no scheduling, and nothing of what is cached: room for new tokens has been made before (`Lease.grow`).
 """
@@ -18,15 +25,15 @@ from ..memory.kv import KVMemory
 from ..memory.pool.sequence import Sequence
 from .request import Logprob, Request
 from .sampling import Drawn, sample
-from .selftest import set_direct, why_one_by_one
+from .selftest import compile_decode, forward, set_direct, why_one_by_one
 
 
 @dataclass
 class Flight:
-    """A decode step that was started: what each request gets is not read yet."""
+    """A step that was started: logits for each request, from which its token is not drawn yet."""
 
     requests: list[Request]
-    drawn: Drawn
+    logits: mx.array
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Runner:
         set_direct(model, memory)
         # Why rows are decoded one by one, if they are.
         self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
+        # Decode steps, if they can be compiled, else why not.
+        self.compiled, self.uncompiled = compile_decode(model, memory, self.one_by_one)
 
     def store(self, sequence: Sequence, tokens: list[int]) -> None:
         """Compute and store what `tokens` are after those of `sequence`. No step may be in the air."""
@@ -57,40 +66,60 @@ class Runner:
 
     def decode(self, requests: list[Request]) -> list[Row]:
         """Start a step for `requests`, and give what the one in the air, if there is one, has given the same."""
-        flight = self.flight
+        flight, self.flight = self.flight, None
         assert flight is None or flight.requests == requests, "the step in the air is of other requests"
-        ahead = 0 if flight is None else 1
-        inputs = mx.array([r.next_input for r in requests]) if flight is None else flight.drawn.tokens
-        if flight is not None and self.memory.eager:
-            mx.eval(flight.drawn.arrays())
-        drawn = self.draw(requests, inputs, [len(r.tokens) + ahead for r in requests])
-        if flight is not None:
-            mx.eval(flight.drawn.arrays())
-        mx.async_eval(drawn.arrays(), self.memory.arrays())
-        self.flight = Flight(list(requests), drawn)
-        return _rows(flight) if flight is not None else []
+        sequences = [request.sequence for request in requests]
+        if flight is None:
+            logits = self.forward(sequences, mx.array([request.next_input for request in requests]))
+            if self.memory.eager:
+                return self._read(requests, logits)
+            self._start(requests, logits)
+            return []
+        drawn = self.draw(requests, flight.logits)
+        # By itself: what is started together can only be read when all of it has ended.
+        mx.async_eval(drawn.arrays())
+        logits = self.forward(sequences, drawn.tokens)
+        if self.memory.writes:
+            mx.eval(drawn.arrays())
+        self._start(requests, logits)
+        return _rows(requests, drawn)
 
-    def draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
-        """The next token of each request after `inputs`; so many were chosen before."""
-        return sample(self._forward([request.sequence for request in requests], inputs), requests, chosen)
+    def _start(self, requests: list[Request], logits: mx.array) -> None:
+        mx.async_eval(logits, self.memory.arrays())
+        self.flight = Flight(list(requests), logits)
 
-    def _forward(self, sequences: list[Sequence], inputs: mx.array) -> mx.array:
-        """Logits [rows, vocabulary] after one more token of each sequence."""
+    def draw(self, requests: list[Request], logits: mx.array) -> Drawn:
+        """The next token of each request; lazy."""
+        return sample(logits, requests, [len(request.tokens) for request in requests])
+
+    def forward(self, sequences: list[Sequence], inputs: mx.array) -> mx.array:
+        """Logits [rows, vocabulary] after one more token of each sequence; lazy."""
         if len(sequences) > 1 and self.one_by_one is not None:
             rows = []
             for index, sequence in enumerate(sequences):
-                rows.append(self._forward([sequence], inputs[index : index + 1]))
+                rows.append(self.forward([sequence], inputs[index : index + 1]))
                 # The next row writes the pool: nothing may still be about to read it.
                 mx.eval(rows[-1], self.memory.arrays())
             return mx.concatenate(rows)
-        with self.memory.step(sequences, 1) as caches:
-            logits: mx.array = self.model(inputs[:, None], cache=caches)
-        return logits[:, -1]
+        if self.compiled is not None:
+            return self.compiled(sequences, inputs)
+        return forward(self.model, self.memory, sequences, inputs)
 
     def land(self) -> list[Row]:
         """What the step in the air has given, if there is one; then there is none."""
         flight, self.flight = self.flight, None
-        return _rows(flight) if flight is not None else []
+        # Who has ended gets no token, and its rules need not bear another one.
+        rows = [row for row, request in enumerate(flight.requests) if not request.finished] if flight else []
+        if flight is None or not rows:
+            return []
+        requests = [flight.requests[row] for row in rows]
+        logits = flight.logits if len(rows) == len(flight.requests) else flight.logits[mx.array(rows)]
+        return self._read(requests, logits)
+
+    def _read(self, requests: list[Request], logits: mx.array) -> list[Row]:
+        drawn = self.draw(requests, logits)
+        mx.eval(drawn.arrays(), self.memory.arrays())
+        return _rows(requests, drawn)
 
     def settle(self) -> None:
         """After requests were ended from outside: nothing that was started or built is left to compute."""
@@ -102,15 +131,15 @@ class Runner:
     def wait(self) -> None:
         """Until the step in the air, if there is one, has been computed."""
         if self.flight is not None:
-            mx.eval(self.flight.drawn.arrays())
+            mx.eval(self.flight.logits)
 
 
-def _rows(flight: Flight) -> list[Row]:
-    tokens: list[int] = flight.drawn.tokens.tolist()  # type: ignore[assignment]
-    sound: list[bool] = flight.drawn.sound.tolist()  # type: ignore[assignment]
+def _rows(requests: list[Request], drawn: Drawn) -> list[Row]:
+    tokens: list[int] = drawn.tokens.tolist()  # type: ignore[assignment]
+    sound: list[bool] = drawn.sound.tolist()  # type: ignore[assignment]
     rows = []
-    for number, request in enumerate(flight.requests):
+    for number, request in enumerate(requests):
         top = request.sampling.logprobs
-        logprobs = [flight.drawn.logprobs(number, top)] if top is not None and sound[number] else []
+        logprobs = [drawn.logprobs(number, top)] if top is not None and sound[number] else []
         rows.append(Row(request, [tokens[number]] if sound[number] else [], logprobs, sound[number]))
     return rows

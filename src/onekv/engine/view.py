@@ -41,6 +41,8 @@ class Stats:
     running: int
     # Why sequences are decoded one by one instead of as a batch, if they are.
     one_by_one: str | None
+    # Why decode steps are not compiled, if they are not.
+    uncompiled: str | None
 
     def __repr__(self) -> str:
         """A few lines; the fields have all of it."""
@@ -78,7 +80,7 @@ def read_stats(engine: Engine) -> Stats:
     running = len(list(engine.scheduler)) - waiting
     prefix = engine.prefix.stats() if engine.prefix.enabled else None
     tiers = tuple(tier.stats() for tier in engine.prefix.tiers)
-    return Stats(kv.pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one)
+    return Stats(kv.pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one, engine.runner.uncompiled)
 
 
 @dataclass(frozen=True)

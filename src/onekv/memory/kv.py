@@ -5,7 +5,7 @@ layers, and makes the step current; the model runs; the sequences are longer by 
 until the caller evaluates `arrays()`, except where layers are `eager`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,7 +75,7 @@ class KVMemory:
         assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
         step = Step(sequences, counts, self._previous)
         self._load_states(sequences)
-        self._holder.step = step
+        self._holder.step, self._holder.writes = step, False
         before = [list(layer.cache) for layer in self.state_layers]
         try:
             yield self.caches
@@ -101,17 +101,55 @@ class KVMemory:
         assert not self.state_layers or length == sequence.length, "a recurrent state cannot be taken back"
         sequence.truncate(length)
 
+    @contextmanager
+    def traced(self, make: Callable[[Step], Step], arrays: list[list[mx.array]]) -> Iterator[list[Any]]:
+        """In a step: inside, the model is called to be compiled, with what `make` makes of the step.
+
+        `arrays` stand for those of the layers, as `layer_arrays` gives them.
+        """
+        step, held = self.current, self.layer_arrays
+        try:
+            self._holder.step = make(step)
+            for layer, some in zip(self._layers, arrays, strict=True):
+                layer.kv.arrays.all = some
+            yield self.caches
+            for layer in self._layers:
+                layer.finish()
+        finally:
+            self._holder.step = step
+            for layer, some in zip(self._layers, held, strict=True):
+                layer.kv.arrays.all = some
+                layer.release()
+
     @property
-    def current(self) -> list[Sequence]:
-        """The sequences of the step that is being made, row by row."""
+    def layer_arrays(self) -> list[list[mx.array]]:
+        """The pool's arrays, layer by layer."""
+        return [layer.kv.arrays.all for layer in self._layers]
+
+    @property
+    def writes(self) -> bool:
+        """Whether operations of MLX write the pool in the last step: it may not start before the one before has ended.
+
+        What kernels write, MLX does not know of: nothing would be copied.
+        """
+        return self._holder.writes
+
+    @property
+    def current(self) -> Step:
+        """The step that is being made."""
         step = self._holder.step
         assert step is not None, "no step is being made"
-        return step.sequences
+        return step
 
     @property
     def attended(self) -> list[PagedLayer]:
         """The layers whose last decode step attended over the pool."""
         return [layer for layer in self._layers if layer.attended]
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels did all of the attention in the last decode step, and stored what was new."""
+        return all(layer.attended for layer in self._layers) and not self.writes and not self.eager
 
     @property
     def eager(self) -> bool:

@@ -20,6 +20,8 @@ class StepHolder:
 
     def __init__(self) -> None:
         self.step: Step | None = None
+        # Whether operations of MLX write the pool in the current or last step.
+        self.writes = False
         self.turns = Turns()
 
 
@@ -36,7 +38,7 @@ class PagedLayer(Attends):
     """
 
     def __init__(self, holder: StepHolder, group: int, kv: LayerKV, backends: tuple[Backend, ...]) -> None:
-        self._holder, self._group, self._kv, self._backends = holder, group, kv, backends
+        self._holder, self._group, self.kv, self._backends = holder, group, kv, backends
         self._fetched: Pair | None = None
         self._unwritten: Pair | None = None
         self.direct = False
@@ -67,22 +69,23 @@ class PagedLayer(Attends):
             self._write()
         if stand_in:
             self._fetched = self._stand_ins()
-        elif self._kv.layer.plain and len(step.tables) == 1 and step.lengths[0] == 0:
+        elif self.kv.layer.plain and step.alone and step.lengths[0] == 0:
             # What is stored is what came, and all there is.
             self._fetched = (keys, values)
         else:
-            self._fetched = self._kv.read_plain(step)
+            self._fetched = self.kv.read_plain(step)
         return self._fetched
 
     def _stand_ins(self) -> Pair:
-        layer, step = self._kv.layer, self._step
+        layer, step = self.kv.layer, self._step
         keys = step.stand_in(layer.heads, layer.k_dim, layer.dtype)
         return keys, step.stand_in(layer.heads, layer.v_dim, layer.dtype)
 
     def _write(self) -> None:
         """Store the new tokens, unless that is done."""
         if self._unwritten is not None:
-            self._kv.write(self._step, *self._unwritten)
+            self._holder.writes = True
+            self.kv.write(self._step, *self._unwritten)
             self._unwritten = None
 
     def keys_and_values(self) -> Pair:
@@ -137,7 +140,7 @@ class PagedLayer(Attends):
         if not (self.direct and self._step.count == 1):
             return None
         self._write()
-        keys, values = self._kv.read_plain(self._step)
+        keys, values = self.kv.read_plain(self._step)
         return stock_attention(queries, keys, values, None, scale=scale, mask=mask, sinks=sinks)
 
     def release(self) -> None:
@@ -150,7 +153,7 @@ class PagedLayer(Attends):
 
     @property
     def state(self) -> Pair:
-        arrays = self._kv.arrays
+        arrays = self.kv.arrays
         return arrays.k, arrays.v
 
 

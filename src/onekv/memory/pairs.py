@@ -5,18 +5,29 @@ always is; where rows are of very different lengths and most of it would be padd
 to compute with.
 """
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
 from .formats.centre import Rope
+from .pool import Pool
 from .pool.table import Table
+from .work import Segment, Work, find_segments, make_work, rounded
 
 # A position no query reads: beyond all of them.
 NOWHERE = 2**30
+# Thread blocks to start: three for each of the 132 multiprocessors of the chip this was measured on.
+THREAD_BLOCKS = 396
+# Tokens that a thread block reads, at least.
+LEAST = 256
+# Tokens that several rows begin with, from which on they are read together; 0: each row reads for itself. Off: joining
+# what all rows got of a shared prefix takes longer than is saved, unless there are very many (benchmarks/).
+SHARED = 0
 
+Made = TypeVar("Made")
 Matrices = tuple[mx.array, mx.array, mx.array]
 Integers = np.ndarray[Any, Any]
 
@@ -27,20 +38,60 @@ class Grid:
     Short rows are padded with their last block, at position NOWHERE.
     """
 
-    def __init__(self, tables: list[Table]) -> None:
-        self.key = _key(tables)
-        self.block_size, self._blocks = tables[0].pool.block_size, tables[0].pool.blocks
-        live = [table.live() for table in tables]
-        self._counts = np.array([len(indices) for indices in live])
-        shape = (len(tables), int(self._counts.max()))
-        self._ids, self._base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
-        for row, (table, indices) in enumerate(zip(tables, live, strict=True)):
-            self._ids[row, : len(indices)] = [table.blocks[i] for i in indices]
-            self._ids[row, len(indices) :] = table.blocks[-1]
-            self._base[row, : len(indices)] = np.array(indices) * self.block_size
+    def __init__(self, ids: Integers, base: Integers, counts: Integers, pool: Pool, from_start: bool) -> None:
+        """Of each row the first `counts` blocks are real; `from_start`: all rows begin at position 0."""
+        self._ids, self._base, self._counts = ids, base, counts
+        self._pool, self.block_size, self._blocks = pool, pool.block_size, pool.blocks
+        self._from_start = from_start
+        # Of the tables it was made from: stale when that has changed.
+        self.key: list[tuple[Table, int]] = []
         self._matrices: dict[int, Matrices] = {}
-        self._splits: dict[tuple[int, tuple[int, int]], tuple[mx.array, int]] = {}
+        self.works: dict[tuple[int, int], Work] = {}
         self._turns: dict[tuple[Rope, int], mx.array] = {}
+        self._derived: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, tables: list[Table]) -> "Grid":
+        pool, live = tables[0].pool, [table.live() for table in tables]
+        counts = np.array([len(indices) for indices in live])
+        shape = (len(tables), int(counts.max()))
+        ids, base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
+        for row, (table, indices) in enumerate(zip(tables, live, strict=True)):
+            ids[row, : len(indices)] = [table.blocks[i] for i in indices]
+            ids[row, len(indices) :] = table.blocks[-1]
+            base[row, : len(indices)] = np.array(indices) * pool.block_size
+        # Rows whose windows have moved on do not begin with the same blocks.
+        grid = cls(ids, base, counts, pool, tables[0].rule.span is None)
+        grid.key = _key(tables)
+        return grid
+
+    def segments(self, least: int) -> list[Segment]:
+        """Blocks that several rows begin with, `least` tokens or more, and what each row has of its own."""
+        blocks = max(1, least // self.block_size)
+        return find_segments(self._ids, self._counts, blocks) if self._from_start and len(self._ids) > 1 else []
+
+    def part(self, firsts: list[int]) -> "Grid":
+        """Without the first so many blocks of each row."""
+        counts = self._counts - np.array(firsts)
+        shape = (len(firsts), int(counts.max()))
+        ids, base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
+        for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
+            ids[row, :count] = self._ids[row, first : first + count]
+            ids[row, count:] = self._ids[row, first + count - 1]
+            base[row, :count] = self._base[row, first : first + count]
+        return Grid(ids, base, counts, self._pool, False)
+
+    def derived(self, name: str, make: "Callable[[Grid], Made]") -> "Made":
+        """What a backend makes of the grid once, under a name of its own."""
+        if name not in self._derived:
+            self._derived[name] = make(self)
+        made: Made = self._derived[name]
+        return made
+
+    def blocks_of(self, segment: Segment) -> list[int]:
+        """Where the blocks of a segment lie in the pool."""
+        blocks: list[int] = self._ids[segment.rows[0], segment.first : segment.end].tolist()
+        return blocks
 
     @cached_property
     def ids(self) -> mx.array:
@@ -58,7 +109,7 @@ class Grid:
     @property
     def slots(self) -> int:
         """Slots of a row."""
-        return self._ids.shape[1] * self.block_size
+        return int(self._ids.shape[1]) * self.block_size
 
     @property
     def start(self) -> int:
@@ -81,6 +132,13 @@ class Grid:
             table = rope.table(dim, self.base.reshape(-1), self._ids.size, self.block_size)
             self._turns[rope, dim] = table.reshape(len(self._ids), -1, dim)
         return self._turns[rope, dim]
+
+    @cached_property
+    def wide(self) -> tuple[mx.array, mx.array]:
+        """`ids` and `base` with more padding: in a shape that stays while rows grow."""
+        more = ((0, 0), (0, rounded(self._ids.shape[1]) - self._ids.shape[1]))
+        base = np.pad(self._base, more, constant_values=NOWHERE)
+        return mx.array(np.pad(self._ids, more, "edge")), mx.array(base)
 
     @property
     def ragged(self) -> bool:
@@ -110,18 +168,15 @@ class Grid:
             self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
 
-    def split(self, heads: int, reach: tuple[int, int], wanted: int, least: int) -> tuple[mx.array, int]:
-        """For the CUDA kernel: [n, blocks per split, splits, *reach, rows, *ids, *base], and how many splits there are.
-
-        There are about `wanted` pieces of work, but none of fewer than `least` tokens.
-        """
-        if (heads, reach) not in self._splits:
-            rows, n = self._ids.shape
-            per = max(-(-n * rows * heads // wanted), least // self.block_size, 1)
-            sizes = [n, per, -(-n // per), *reach, rows]
-            blocks = np.concatenate((sizes, self._ids.reshape(-1), self._base.reshape(-1))).astype(np.int32)
-            self._splits[heads, reach] = (mx.array(blocks), sizes[2])
-        return self._splits[heads, reach]
+    def work(self, heads: int, most: int) -> Work:
+        """For the CUDA kernels, of layers with so many KV heads; at most so many rows read shared blocks together."""
+        if (heads, most) not in self.works:
+            size = self.block_size
+            shared = SHARED // size if self._from_start and most > 1 else 0
+            self.works[heads, most] = make_work(
+                self._ids, self._base, self._counts, THREAD_BLOCKS // heads, LEAST // size, shared, most
+            )
+        return self.works[heads, most]
 
 
 class PairList:
@@ -164,7 +219,7 @@ Pairs = Grid | PairList
 
 def make_grid(tables: list[Table], previous: Grid | None) -> Grid:
     """The grid of `tables`; `previous` if they still hold the same blocks."""
-    return previous if previous is not None and previous.key == _key(tables) else Grid(tables)
+    return previous if previous is not None and previous.key == _key(tables) else Grid.of(tables)
 
 
 def _key(tables: list[Table]) -> list[tuple[Table, int]]:

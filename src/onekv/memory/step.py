@@ -42,13 +42,29 @@ class GroupStep:
         self.tables, self.lengths, self.counts, self.count = tables, lengths, counts, max(counts)
         self.rule = tables[0].rule
         self.block_size = tables[0].pool.block_size
-        self.offset: int | mx.array = lengths[0] if len(lengths) == 1 else mx.array(np.array(lengths, np.int32))
+        # Whether it is of one sequence, whose position is a plain number.
+        self.alone = len(tables) == 1
         # The grid of an earlier step, which may still be right, and that of this one once it is used.
         self._previous = previous
         self.used_grid: Grid | None = None
         self._masks: dict[int, tuple[mx.array, int | None]] = {}
-        self._bias: dict[tuple[int | None, mx.Dtype], mx.array] = {}
+        self._bias: dict[tuple[int | None, mx.Dtype, int], mx.array] = {}
         self._stand_ins: dict[tuple[int, int], mx.array] = {}
+
+    @property
+    def offset(self) -> int | mx.array:
+        """The position of the first new token, as models ask for it: a number, or for several rows [rows]."""
+        return self.lengths[0] if self.alone else self.positions
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """Each row's position, [rows]."""
+        return mx.array(np.array(self.lengths, np.int32))
+
+    @property
+    def end(self) -> int:
+        """No row reads this position, or one behind it."""
+        return max(self.lengths) + self.count
 
     # Writing
 
@@ -98,7 +114,7 @@ class GroupStep:
     def run(self) -> tuple[int, int] | None:
         """One sequence whose slots to read are adjacent: (first slot, end); else None."""
         table, size, end = self.tables[0], self.block_size, self.lengths[0] + self.count
-        if len(self.tables) > 1 or min(self.rule.keep, self.first) > 0:
+        if not self.alone or min(self.rule.keep, self.first) > 0:
             return None
         blocks = table.blocks[self.first // size :]
         if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
@@ -132,7 +148,7 @@ class GroupStep:
     def stand_in(self, heads: int, dim: int, dtype: mx.Dtype) -> mx.array:
         """An array of the shape that reading such a layer would give, and all NaN."""
         if (heads, dim) not in self._stand_ins:
-            if len(self.tables) == 1:
+            if self.alone:
                 tokens = self.lengths[0] + self.count - self.first + min(self.rule.keep, self.first)
             else:
                 tokens = self.grid.slots
@@ -144,7 +160,7 @@ class GroupStep:
 
     def make_mask(self, window: int | None, return_array: bool) -> mx.array | str | None:
         """The mask for what `read` gives: as mlx-lm's caches would, but equal however a prompt is cut into chunks."""
-        if len(self.tables) == 1:
+        if self.alone:
             position, end = self.lengths[0], self.lengths[0] + self.count
             spans = [w for w in (window, self.rule.window) if w is not None]
             if self.count == 1 and (window is None or end - self.first <= window):
@@ -173,16 +189,16 @@ class GroupStep:
         """The window that the model asked for when this mask was made."""
         return self._masks[id(mask)][1] if isinstance(mask, mx.array) else None
 
-    def bias(self, mask: mx.array | str | None, dtype: mx.Dtype) -> mx.array:
-        """What to add to decode scores, broadcastable to them: 0 for slots that are read, else -inf."""
+    def bias(self, mask: mx.array | str | None, dtype: mx.Dtype, pairs: Pairs) -> mx.array:
+        """What to add to decode scores of `pairs`, broadcastable to them: 0 for slots that are read, else -inf."""
         window = self._window(mask)
-        key = (window, dtype)
+        key = (window, dtype, id(pairs))
         if key not in self._bias:
-            query = self.pairs.spread(self.positions)
-            slots = self.pairs.base[..., None] + mx.arange(self.block_size)
+            query = pairs.spread(self.positions)
+            slots = pairs.base[..., None] + mx.arange(self.block_size)
             seen = visible(self.rule, window, query[..., None], slots)
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
-            self._bias[key] = self.pairs.shape_bias(bias)
+            self._bias[key] = pairs.shape_bias(bias)
         return self._bias[key]
 
     def row_bias(self, mask: mx.array | str | None) -> mx.array:
@@ -197,11 +213,6 @@ class GroupStep:
         if window is None:
             return self.rule.window or NOWHERE, self.rule.keep
         return None if self.rule.keep else (min(window, self.rule.window or NOWHERE), 0)
-
-    @cached_property
-    def positions(self) -> mx.array:
-        """Each row's position, [rows]."""
-        return self.offset if isinstance(self.offset, mx.array) else mx.array(np.array(self.lengths, np.int32))
 
 
 class Step:

@@ -50,7 +50,7 @@ class HashModel(Module):
     def forward(self, tokens: list[list[int]]) -> Scores:
         """Logits [rows, vocabulary] after the new tokens of the current step."""
         memory = self.memory
-        sequences = memory.current
+        sequences = memory.current.sequences
         spoilt = self.before(sequences)
         views = [pool_views(pool) for pool in memory.pools]
         parts = [None if part is None else np.array(part) for layer in memory.state_layers for part in layer.cache]
@@ -140,11 +140,13 @@ class HostRunner(Runner):
         with self.memory.step([sequence], len(tokens)):
             self.model.forward([tokens])
 
-    def draw(self, requests: list[Request], inputs: mx.array, chosen: list[int]) -> Drawn:
-        sequences = [request.sequence for request in requests]
+    def forward(self, sequences: list[Sequence], inputs: mx.array) -> mx.array:
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
         with self.memory.step(sequences, 1):
-            scores = self.model.forward([[token] for token in tokens])
+            return mx.array(self.model.forward([[token] for token in tokens]))
+
+    def draw(self, requests: list[Request], logits: mx.array) -> Drawn:
+        scores = np.array(logits)
         sound = np.isfinite(scores[:, 0])
         for row, request in enumerate(requests):
             if request.constraint is not None:

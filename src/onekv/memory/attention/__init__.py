@@ -6,6 +6,7 @@ What computes is a backend (base.py has the contract):
     cuda/         kernels over plain and over encoded blocks
     numba/        compiled loops over encoded blocks on CPU
     paged.py      MLX's operations over plain blocks
+    shared.py     the same where rows begin with the same blocks, which are read once
     tiles.py      the same over encoded ones on CPU, a tile at a time
     decoded.py    MLX's own attention over decoded blocks, and mlx-lm's over what is read
 """
@@ -17,12 +18,13 @@ from .decoded import Decoded, Stock
 from .layer import LayerKV
 from .numba.encoded import Numba
 from .paged import Paged
+from .shared import Shared
 from .tiles import Tiles
 
 __all__ = ["Backend", "Call", "LayerKV", "backends", "choose"]
 
 # In this order they are asked; whoever has another puts it where it belongs, before a model is loaded.
-backends: list[type[Backend]] = [CudaPlain, CudaEncoded, Numba, Paged, Tiles, Decoded, Stock]
+backends: list[type[Backend]] = [CudaPlain, CudaEncoded, Numba, Shared, Paged, Tiles, Decoded, Stock]
 
 
 def choose(kv: LayerKV, block_size: int) -> tuple[Backend, ...]:

@@ -63,7 +63,7 @@ class Backend(ABC):
         kv, step = self.kv, call.step
         keys, values = fetched if kv.layer.plain else kv.read(step)
         queries = kv.keys.rotate(call.queries)
-        ours = kv.device == "cpu" and call.sinks is None and len(step.tables) == 1
+        ours = kv.device == "cpu" and call.sinks is None and step.alone
         if ours and queries.dtype == keys.dtype == mx.float32:
             out = chunk_attention(queries, keys, values, call.scale, call.mask)
         else:

@@ -83,7 +83,7 @@ def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
     if pool.shape[-1] == 0:
         return pool
     new = new.astype(pool.dtype)
-    if len(step.tables) > 1:
+    if not step.alone:
         rows = new.swapaxes(0, 1).reshape(new.shape[1], -1, new.shape[3])
         if step.new_tokens is not None:
             rows = rows[:, step.new_tokens]
@@ -105,4 +105,4 @@ def gather(step: GroupStep, array: mx.array, cut: bool = True) -> mx.array:
         head = mx.arange(heads, dtype=mx.uint32)[None, :, None]
         flat = array.reshape(heads * blocks, step.block_size * width)
         rows = flat[head * blocks + ids[:, None, :]].reshape(shape)
-    return rows[:, :, step.cut] if cut and len(step.tables) == 1 else rows
+    return rows[:, :, step.cut] if cut and step.alone else rows

@@ -44,7 +44,7 @@ class Paged(Backend):
             if device == "metal" or (device == "cuda" and start == 0):
                 return stock_attention(call.queries, k[None], v[None], None, scale=call.scale, mask=None)
             return run_decode(call.queries, k, v, call.scale, self._softmax)
-        bias = step.bias(call.mask, arrays.k.dtype if isinstance(step.pairs, Grid) else mx.float32)
+        bias = step.bias(call.mask, arrays.k.dtype if isinstance(step.pairs, Grid) else mx.float32, step.pairs)
         return paged_decode(call.queries, arrays, step.pairs, bias, call.scale, call.sinks, self._softmax)
 
 
@@ -104,6 +104,14 @@ def _join_list(
     scores: mx.array, pairs: PairList, sinks: mx.array | None, times_values: Product, by: Softmax
 ) -> mx.array:
     """[pairs, heads, G, block_size] -> [rows, heads, G, dim]."""
+    _, total, sums = list_sums(scores, pairs, sinks, times_values, by)
+    return sums / total[..., None]
+
+
+def list_sums(
+    scores: mx.array, pairs: PairList, sinks: mx.array | None, times_values: Product, by: Softmax
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The largest score of each row and the sum of its weights [rows, heads, G], and weighted values [..., dim]."""
     top = _by_row(scores.max(axis=-1), pairs, -mx.inf).max(axis=1)
     if sinks is not None:
         top = mx.maximum(top, sinks.astype(mx.float32))
@@ -112,7 +120,7 @@ def _join_list(
     if sinks is not None:
         total = total + by.power(sinks.astype(mx.float32) - top)
     parts = times_values(weights.reshape(-1, *scores.shape[-2:])).astype(mx.float32)
-    return _by_row(parts, pairs, 0).sum(axis=1) / total[..., None]
+    return top, total, _by_row(parts, pairs, 0).sum(axis=1)
 
 
 def _by_row(parts: mx.array, pairs: PairList, fill: float) -> mx.array:

@@ -1,14 +1,14 @@
-  constexpr int TILES = BS / 16;
+  constexpr int TILES = BS / 16, MOST = 1;
   const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
 #include "place.cu"
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
   const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
-  const int first = part * per, tiles = min(per, n - first) * TILES;
+  const int row = rows[0], tiles = count * TILES;
   const int query = lengths[row];
   float* parts = scratch;
-  float* tops = parts + (int64_t)rows * H * G * splits * 128;
-  float* sums = tops + (int64_t)rows * H * G * splits;
-  float* moves = sums + (int64_t)rows * H * G * splits;
+  float* tops = parts + (int64_t)all_parts * H * G * 128;
+  float* sums = tops + (int64_t)all_parts * H * G;
+  float* moves = sums + (int64_t)all_parts * H * G;
   const float factor = SCALE * 1.4426950408889634f;
 
   __shared__ float shared_acc[4][G][128], shared_top[4][G], shared_sum[4][G], shared_move[4][G], query_sum[G];
@@ -88,10 +88,9 @@
       for (int i = 0; i < 4; i++) acc[h][j][i] = 0;
 
   for (int tile = warp; tile < tiles; tile += 4) {
-    const int pair = first + tile / TILES;
-    const int start = base[pair] + tile % TILES * 16;
-    if (start > query || (start + 15 <= query - window && start >= keep)) continue;
-    const int64_t slot = (int64_t)head * SLOTS + (int64_t)ids[pair] * BS + tile % TILES * 16;
+    const int start = base[tile / TILES] + tile % TILES * 16;
+    if (start > query || (start + 15 <= query - WINDOW && start >= KEEP)) continue;
+    const int64_t slot = (int64_t)head * SLOTS + (int64_t)ids[tile / TILES] * BS + tile % TILES * 16;
 
     if (NEW && query < start + 16) {
       const int64_t own = slot + query - start;
@@ -147,7 +146,7 @@
       #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int position = start + j * 8 + 2 * t + (i & 1);
-        const bool seen = position <= query && (position > query - window || position < keep);
+        const bool seen = position <= query && (position > query - WINDOW || position < KEEP);
         float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
         if (CENTRE && position) score += centred[j][i];
         s[j][i] = seen ? score * factor : none;
@@ -241,7 +240,7 @@
       moved += shared_move[w][head_of] * shrink;
       joined += shared_acc[w][head_of][d] * shrink;
     }
-    const int64_t place = ((int64_t)(row * H + head) * G + head_of) * splits + part;
+    const int64_t place = ((int64_t)first_part * H + head) * G + head_of;
     parts[place * 128 + d] = joined;
     if (d == 0) {
       tops[place] = highest;
@@ -251,21 +250,25 @@
   }
 
 #include "last.cu"
+  if (!last[0]) return;
+  const int* range = work + work[4] + row;
+  const int* order = work + work[5];
   for (int index = threadIdx.x; index < G * 32; index += 128) {
     const int head_of = index / 32, d = index % 32 * 4, query_head = head * G + head_of;
-    const int64_t place = ((int64_t)row * H * G + query_head) * splits;
     const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
     float highest = sink;
-    for (int s = 0; s < splits; s++) highest = max(highest, __ldcg(tops + place + s));
+    for (int i = range[0]; i < range[1]; i++)
+      highest = max(highest, __ldcg(tops + (int64_t)order[i] * H * G + query_head));
     float total = SINKS ? exp2f(sink - highest) : 0.0f, moved = 0;
     float4 result = make_float4(0, 0, 0, 0);
     #pragma unroll 4
-    for (int s = 0; s < splits; s++) {
-      const float top_of = __ldcg(tops + place + s);
+    for (int i = range[0]; i < range[1]; i++) {
+      const int64_t place = (int64_t)order[i] * H * G + query_head;
+      const float top_of = __ldcg(tops + place);
       const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + (place + s) * 128 + d));
-      total += __ldcg(sums + place + s) * shrink;
-      moved += __ldcg(moves + place + s) * shrink;
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + place * 128 + d));
+      total += __ldcg(sums + place) * shrink;
+      moved += __ldcg(moves + place) * shrink;
       result.x += x.x * shrink;
       result.y += x.y * shrink;
       result.z += x.z * shrink;

@@ -1,8 +1,8 @@
 """Decode attention over encoded blocks as a CUDA kernel: the bytes are read once, where they lie, and never unpacked to
 memory.
 
-Like `plain` (read that first): one thread block per (row, KV head, split), four warps, 16 tokens at a time through the
-tensor cores. What is different:
+Like `plain` (read that first): one thread block per (piece of work, KV head), four warps, 16 tokens at a time through
+the tensor cores. What is different:
 
     queries    are rotated first, by every thread block for itself
     keys       a lane turns the codes it loads into numbers in its registers; what they must be multiplied with and
@@ -14,7 +14,7 @@ tensor cores. What is different:
                S its angle at the first of the tokens and s that from there on,
                a cos(S + s) + b sin(S + s) = (a cos S + b sin S) cos s + (b cos S - a sin S) sin s
                the factors are turned by S, which a table has for every 16th position; that of s is the same for all
-    output     is unrotated by the thread block that joins the splits
+    output     is unrotated by the thread block that joins a row's parts
 
 Codes of up to 4 bits become numbers by a table of pairs in shared memory, those of 8 bits by conversion. Affine codes
 are centred (8 or 128 is taken off and added to the bias), so that rounding weights to T costs as little as it can.
@@ -36,7 +36,7 @@ from ...pairs import Grid
 from ...pool import LayerArrays
 from ..base import Backend, Call
 from ..layer import Pair
-from .plain import LEAST, THREAD_BLOCKS, THREADS, zero_counters
+from .plain import THREADS, zero_counters
 from .source import Constants, define, kernel_name, read
 
 DIM = 128
@@ -59,7 +59,7 @@ class CudaEncoded(Backend):
         if reach is None or call.queries.shape[1] > most * layer.heads:
             return None
         if layer.centre is not None:
-            turns = kv.turns.starts(layer.centre.rope, layer.k_dim, max(step.lengths) + 1)
+            turns = kv.turns.starts(layer.centre.rope, layer.k_dim, step.end)
         return encoded_decode(
             call.queries, kv.arrays, layer, new, step.grid, step.positions, reach, call.scale, call.sinks, turns
         )
@@ -70,7 +70,7 @@ def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     names = ["q", "k", "k_scale", "k_bias", "v", "v_scale", "v_bias", "new_k", "new_v"]
     return mx.fast.cuda_kernel(
         name=f"onekv_encoded_{kernel_name(dtype, constants)}",
-        input_names=[*names, "blocks", "lengths", "counters", "sinks", "constants", "centre", "rope", "turns"],
+        input_names=[*names, "work", "lengths", "counters", "sinks", "constants", "centre", "rope", "turns"],
         output_names=["out", "scratch"],
         header=read("mma") + define(dtype, constants) + read("codes"),
         source=read("encoded"),
@@ -133,7 +133,8 @@ def encoded_decode(
     assert keys is not None and values is not None
     heads, slots = arrays.all[0].shape[:2]
     rows, query_heads = queries.shape[:2]
-    blocks, splits = grid.split(heads, reach, THREAD_BLOCKS, LEAST)
+    # Rows that share blocks read them one by one here.
+    work = grid.work(heads, 1)
     kernel = _kernel(
         stored.dtype,
         (
@@ -146,6 +147,8 @@ def encoded_decode(
             ("BS", grid.block_size),
             ("SLOTS", slots),
             ("SCALE", float(scale)),
+            ("WINDOW", reach[0]),
+            ("KEEP", reach[1]),
             ("NEW", new is not None),
             ("SINKS", sinks is not None),
             ("CENTRE", stored.centre is not None),
@@ -167,16 +170,16 @@ def encoded_decode(
             *(v[0], v[1], v[-1]),
             new_k.astype(stored.dtype),
             new_v.astype(stored.dtype),
-            blocks,
+            work.table,
             lengths,
             counters,
             counters if sinks is None else sinks,
             numbers,
             *centred,
         ],
-        grid=(splits * THREADS, heads, rows),
+        grid=(work.shape.pieces * THREADS, heads, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(rows, query_heads, 1, DIM), (rows * query_heads * splits * (DIM + 3),)],
+        output_shapes=[(rows, query_heads, 1, DIM), (work.shape.parts * query_heads * (DIM + 3),)],
         output_dtypes=[stored.dtype, mx.float32],
     )[0]
     return out.astype(queries.dtype)

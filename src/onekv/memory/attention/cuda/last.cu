@@ -1,11 +1,12 @@
   __threadfence();
   __syncthreads();
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
+  __shared__ bool last[MOST];
+  if (threadIdx.x < many) {
+    const int row = rows[threadIdx.x];
+    const int* range = work + work[4] + row;
     int* counter = const_cast<int*>(counters) + row * H + head;
-    last = atomicAdd(counter, 1) == splits - 1;
-    if (last) *counter = 0;
+    last[threadIdx.x] = atomicAdd(counter, 1) == range[1] - range[0] - 1;
+    if (last[threadIdx.x]) *counter = 0;
   }
   __syncthreads();
-  if (!last) return;
   __threadfence();

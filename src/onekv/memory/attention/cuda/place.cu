@@ -1,7 +1,9 @@
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.y, row = blockIdx.z, part = blockIdx.x;
-  const int n = blocks[0], per = blocks[1], splits = blocks[2], window = blocks[3], keep = blocks[4];
-  const int rows = blocks[5];
-  const int* ids = blocks + 6 + row * n;
-  const int* base = ids + rows * n;
+  const int head = blockIdx.y;
+  if (blockIdx.x >= work[0]) return;
+  const int* piece = work + 8 + blockIdx.x * 5;
+  const int* rows = work + work[1] + piece[2];
+  const int* ids = work + work[2] + piece[0];
+  const int* base = work + work[3] + piece[0];
+  const int count = piece[1], many = piece[3], first_part = piece[4], all_parts = work[6];

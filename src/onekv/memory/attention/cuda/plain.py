@@ -1,16 +1,19 @@
 """Decode attention over the pool as a CUDA kernel: each block of a sequence is read once, where it lies.
 
-One thread block per (row, KV head, split); a split is a range of the row's blocks. The one that ends last of a row and
-head joins the splits, and the sink. `counters` tells which that is: zeros, which the last one leaves as it found them;
-all calls share it, because on the one stream there is they run one after the other.
+One thread block per (piece of work, KV head); a piece is some blocks of a row, or of several rows that share them
+(`work`). The one that ends last of a row and head joins the row's parts, and the sink. `counters` tells which that is:
+zeros, which the last one leaves as it found them; all calls share it, because on the one stream there is they run one
+after the other.
 
 It does what `paged.paged_decode` does, for the shapes that `CudaPlain` supports, in fewer operations for the host to
-start and close to the speed of memory (figures in benchmarks/). Each of four warps takes 16 tokens at a time
-through the tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then
-weights * V, with a running maximum and sum per query head. How a dimension maps to a lane is free as long as both sides
-of a product agree, so every lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first:
-the kernel writes into the pool, an input, which MLX does not know (docs/memory.md says why that is sound). Only that
-warp reads or writes that slot, and blocks that are written are never shared.
+start and close to the speed of memory (figures in benchmarks/). A warp takes 16 tokens at a time through the tensor
+cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then weights * V, with a
+running maximum and sum per query. The four warps of one row take different tokens. The queries of several rows fill up
+the tile and, where that is not enough, make two or four of them: warps with different tiles then take the same tokens,
+which come from memory once. How a dimension maps to a lane is free as long as both sides of a product agree, so every
+lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first: the kernel writes into the
+pool, an input, which MLX does not know (docs/memory.md says why that is sound). Only that warp reads or writes that
+slot, and blocks that are written are never shared.
 """
 
 from functools import cache
@@ -27,12 +30,6 @@ from ..layer import Pair
 from .source import Constants, define, kernel_name, read
 
 THREADS = 128
-# Thread blocks to start: three for each of the 132 multiprocessors of the chip this was measured on.
-THREAD_BLOCKS = 396
-# A split is of at least so many tokens.
-LEAST = 256
-
-
 # Queries that share a KV head are the rows of a tile.
 MOST_QUERIES = 16
 
@@ -59,7 +56,7 @@ def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
     """One for every shape: with MLX's template arguments the whole source would be made anew for every call."""
     return mx.fast.cuda_kernel(
         name=f"onekv_decode_{kernel_name(dtype, constants)}",
-        input_names=["q", "k", "v", "new_k", "new_v", "blocks", "lengths", "counters", "sinks"],
+        input_names=["q", "k", "v", "new_k", "new_v", "work", "lengths", "counters", "sinks"],
         output_names=["out", "scratch"],
         header=read("mma") + define(dtype, constants),
         source=read("plain"),
@@ -91,7 +88,7 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    blocks, splits = grid.split(heads, reach, THREAD_BLOCKS, LEAST)
+    work = grid.work(heads, 4 * (MOST_QUERIES // shared))
     kernel = _kernel(
         dtype,
         (
@@ -102,6 +99,8 @@ def cuda_decode(
             ("BS", grid.block_size),
             ("SLOTS", slots),
             ("SCALE", float(scale)),
+            ("WINDOW", reach[0]),
+            ("KEEP", reach[1]),
             ("NEW", new is not None),
             ("SINKS", sinks is not None),
         ),
@@ -115,14 +114,14 @@ def cuda_decode(
             arrays.v,
             new_k.astype(dtype),
             new_v.astype(dtype),
-            blocks,
+            work.table,
             lengths,
             counters,
             counters if sinks is None else sinks,
         ],
-        grid=(splits * THREADS, heads, rows),
+        grid=(work.shape.pieces * THREADS, heads, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(rows, query_heads, 1, v_dim), (rows * query_heads * splits * (v_dim + 2),)],
+        output_shapes=[(rows, query_heads, 1, v_dim), (work.shape.parts * query_heads * (v_dim + 2),)],
         output_dtypes=[dtype, mx.float32],
     )[0]
     return out.astype(queries.dtype)

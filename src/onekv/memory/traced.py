@@ -1,0 +1,97 @@
+"""A decode step as a function that is compiled sees it: arrays stand for all that changes from step to step.
+
+Positions, blocks and work are inputs of the function, and so are the pool's arrays: a compiled function that kept one
+as a constant would make the next write copy it. What else a step knows follows from the shapes of its inputs, so the
+function serves every step of these shapes (`GroupShape`). A traced step has no numbers: whoever asks for one, or writes
+to the pool by an operation of MLX, cannot be compiled, and gets Untraceable.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NoReturn
+
+import mlx.core as mx
+
+from .attention.turns import UNIT
+from .step import GroupStep, Step
+from .work import Shape, Work
+
+# Which works the layers of a group ask for: KV heads, and rows in a piece.
+Keys = list[tuple[int, int]]
+# The ids and base of `Grid.wide`, and the tables of works.
+Inputs = tuple[mx.array, mx.array, list[mx.array]]
+
+
+class Untraceable(Exception):
+    """A step does something that a compiled function cannot."""
+
+
+class KeyAdded(Untraceable):
+    """A layer asks for a work that nobody had asked for before; the next time it is there."""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What of one group's part of a step a compiled function depends on."""
+
+    blocks: tuple[int, ...]
+    works: tuple[Shape, ...]
+    end: int
+
+
+class TracedGrid:
+    """Stands for a `Grid`, for what kernels and masks need of it."""
+
+    def __init__(self, inputs: Inputs, shape: GroupShape, keys: Keys, block_size: int) -> None:
+        self.ids, self.base, tables = inputs
+        self.block_size, self._keys = block_size, keys
+        self._works = [Work(table, work) for table, work in zip(tables, shape.works, strict=True)]
+
+    @property
+    def slots(self) -> int:
+        return self.ids.shape[1] * self.block_size
+
+    @cached_property
+    def all_positions(self) -> mx.array:
+        return (self.base[..., None] + mx.arange(self.block_size)).reshape(self.base.shape[0], -1)
+
+    def work(self, heads: int, most: int) -> Work:
+        if (heads, most) not in self._keys:
+            self._keys.append((heads, most))
+            raise KeyAdded
+        return self._works[self._keys.index((heads, most))]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untraceable(f"a layer needs the {name} of a step")
+
+
+class TracedGroup(GroupStep):
+    def __init__(self, group: GroupStep, positions: mx.array, inputs: Inputs, shape: GroupShape, keys: Keys) -> None:
+        super().__init__(group.tables, [], group.counts, None)
+        self.alone, self.positions, self._end = False, positions, shape.end
+        self.grid = TracedGrid(inputs, shape, keys, self.block_size)  # type: ignore[assignment]
+
+    @property
+    def end(self) -> int:
+        return self._end
+
+    @property
+    def first(self) -> int:
+        raise Untraceable("the model asks for the first position that a step reads")
+
+    @property
+    def new_slots(self) -> mx.array:
+        raise Untraceable("what is new is stored by an operation of MLX")
+
+
+class TracedStep(Step):
+    def __init__(self, step: Step, groups: list[TracedGroup]) -> None:
+        self.sequences, self.groups = step.sequences, list(groups)
+
+
+def inputs_of(group: GroupStep, keys: Keys) -> tuple[Inputs, GroupShape]:
+    """What a compiled function is given of a group, and what of that decides which function it is."""
+    ids, base = group.grid.wide
+    works = [group.grid.work(*key) for key in keys]
+    shape = GroupShape(ids.shape, tuple(work.shape for work in works), -(-group.end // UNIT) * UNIT)
+    return (ids, base, [work.table for work in works]), shape

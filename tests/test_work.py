@@ -1,0 +1,88 @@
+"""The list of work of a decode kernel: every row reads each of its blocks exactly once, shared ones with the others."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onekv.memory.work import HEADER, PIECE, find_segments, make_work, rounded
+
+
+@st.composite
+def branches(draw):
+    """Rows of blocks that branch off each other, as ids [rows, longest] and counts."""
+    rows, fresh = [], 0
+    for _ in range(draw(st.integers(1, 9))):
+        start = []
+        if rows and draw(st.booleans()):
+            parent = draw(st.sampled_from(rows))
+            start = parent[: draw(st.integers(0, len(parent) - 1))]
+        new = draw(st.integers(1, 12))
+        rows.append(start + list(range(fresh, fresh + new)))
+        fresh += new
+    counts = np.array([len(row) for row in rows])
+    ids = np.full((len(rows), counts.max()), 10**6, np.uint32)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = row
+    return ids, counts
+
+
+def read(work) -> tuple[list[tuple[list[int], list[int], list[int], int]], list[list[int]]]:
+    """Pieces as (rows, ids, base, first part), and each row's parts; what a kernel would make of the table."""
+    table = np.array(work.table)
+    count, rows, ids, base, ranges, order, parts, _ = table[:HEADER].tolist()
+    assert count <= work.shape.pieces and parts == work.shape.parts and len(table) == work.shape.length
+    pieces = []
+    for number in range(count):
+        first, blocks, first_row, many, part = table[HEADER + number * PIECE :][:PIECE].tolist()
+        pieces.append(
+            (
+                table[rows + first_row :][:many].tolist(),
+                table[ids + first :][:blocks].tolist(),
+                table[base + first :][:blocks].tolist(),
+                part,
+            )
+        )
+    bounds = table[ranges:order].tolist()
+    return pieces, [table[order + a : order + b].tolist() for a, b in itertools.pairwise(bounds)]
+
+
+@given(branches(), st.integers(1, 40), st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
+def test_every_row_reads_its_blocks_once(rows, pieces, least, shared, most):
+    ids, counts = rows
+    base = np.arange(ids.shape[1])[None] * 16 + np.zeros((len(ids), 1), np.int64)
+    work = make_work(ids, base, counts, pieces, least, shared, most)
+    made, parts_of = read(work)
+    seen = [[] for _ in counts]
+    given_to = {}
+    for members, blocks, positions, part in made:
+        assert blocks and len(members) <= most
+        for index, row in enumerate(members):
+            seen[row] += zip(blocks, positions, strict=True)
+            assert given_to.setdefault(part + index, row) == row
+    for row, count in enumerate(counts):
+        assert sorted(seen[row], key=lambda read: read[1]) == [
+            (int(block), place * 16) for place, block in enumerate(ids[row, :count])
+        ]
+        assert parts_of[row] == sorted(part for part, owner in given_to.items() if owner == row)
+    assert sorted(given_to) == list(range(len(given_to))) and len(given_to) <= work.shape.parts
+
+
+def test_what_rows_share_is_read_together_and_branches_of_branches_too():
+    ids = np.array([[1, 2, 3, 4, 9], [1, 2, 3, 5, 6], [1, 2, 3, 5, 7], [8, 8, 8, 8, 8]], np.uint32)
+    segments = find_segments(ids, np.array([4, 5, 5, 2]), 1)
+    found = {(tuple(segment.rows), segment.first, segment.end) for segment in segments}
+    assert found == {((0, 1, 2), 0, 3), ((0,), 3, 4), ((1, 2), 3, 4), ((1,), 4, 5), ((2,), 4, 5), ((3,), 0, 2)}
+
+
+def test_what_is_shared_is_read_together_only_where_it_is_long_enough():
+    ids = np.array([[1, 2, 3, 4], [1, 2, 3, 5]], np.uint32)
+    counts = np.array([4, 4])
+    assert len(find_segments(ids, counts, 3)) == 3
+    assert [(segment.rows, segment.first) for segment in find_segments(ids, counts, 4)] == [([0], 0), ([1], 0)]
+
+
+def test_shapes_change_seldom():
+    sizes = {rounded(count) for count in range(1, 100_001)}
+    assert len(sizes) < 80 and all(count <= rounded(count) <= max(count * 1.25, count + 7) for count in range(1, 5000))
