@@ -25,10 +25,17 @@ from mlx_lm.models import llama
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
+from ..memory import pairs
+from ..memory.attention import shared
 from ..memory.plan import make_plan
 from ..models import load_model
+from ..models.joined import join_products
 from ..report import table
 from ..units import format_size
+from .roofline import bandwidth, step_bytes
+
+# Tokens that rows must begin with to read them together.
+TOGETHER = 256
 
 # Shape of an 8B Llama: enough to measure speed with, no weights to fetch.
 SHAPE_8B: dict[str, Any] = {
@@ -48,42 +55,61 @@ SHAPE_8B: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Result:
-    """Medians over the rounds; a ratio is of OneKV's speed to mlx-lm's, above 1 where OneKV is faster."""
+    """Medians over the rounds; a ratio is of OneKV's speed to the peer's, above 1 where OneKV is faster.
+
+    The peer is mlx-lm; where prompts share their first `shared` tokens, it is OneKV with every row reading for itself.
+    """
 
     batch: int
     context: int
+    shared: int
     prefill_tokens_per_s: float
-    prefill_mlx_lm: float
+    prefill_peer: float
     prefill_ratio: float
     decode_tokens_per_s: float
-    decode_mlx_lm: float
+    decode_peer: float
     decode_ratio: float
     kv_bytes: int
+    # What a step must read over the bandwidth of this machine, as a share of the time it took.
+    roofline: float
 
 
 def run(arguments: argparse.Namespace) -> None:
     cases = [_case(text) for text in arguments.case or ["1x2048", "4x1024"]]
-    model = bench_model(arguments.model, arguments.dtype)
+    own = bench_model(arguments.model, arguments.dtype)
+    # mlx-lm's side has a model of its own: OneKV joins products.
+    peer = bench_model(arguments.model, arguments.dtype, join=False) if not arguments.shared else own
+    per_second = bandwidth()
     results = []
     for batch, context in cases:
         print(f"measuring {batch} x {context} tokens ...", file=sys.stderr, flush=True)
-        results.append(measure(model, batch, context, arguments.tokens, arguments.rounds, arguments.block_size))
+        results.append(measure(own, peer, batch, context, per_second, arguments))
         print(_format(results[-1:]), file=sys.stderr, flush=True)
     print(_format(results))
+    print(f"roofline: bytes that a step must read at {format_size(int(per_second))}/s, measured here")
     if arguments.json:
-        how = {"tokens": arguments.tokens, "rounds": arguments.rounds, "block_size": arguments.block_size}
+        how = {name: getattr(arguments, name) for name in ("tokens", "rounds", "block_size", "shared")}
+        how["bandwidth"] = per_second
         text = json.dumps({**about(arguments.model), **how, "results": [asdict(r) for r in results]}, indent=2)
         Path(arguments.json).write_text(text + "\n")
 
 
-def measure(model: Module, batch: int, context: int, tokens: int, rounds: int, block_size: int) -> Result:
+def measure(
+    own: Module, peer: Module, batch: int, context: int, per_second: float, arguments: argparse.Namespace
+) -> Result:
     """Both sides on `batch` random prompts of `context` tokens, `rounds` times `tokens` tokens decoded."""
+    tokens, rounds, common = arguments.tokens, arguments.rounds, min(arguments.shared, context - 1)
     total = tokens * (rounds + 1)
-    ours = _OneKV(model, batch, context + total, block_size)
-    vocabulary = ours.engine.plan.layout.vocabulary
+    ours = _OneKV(own, batch, context + total, arguments.block_size, common)
     generator = np.random.default_rng(context)
-    prompts = generator.integers(0, vocabulary, (batch, context)).tolist()
-    sides: tuple[Callable[..., Iterator[None]], ...] = (ours.start, lambda p, n: stock(model, p, n))
+    prompts = generator.integers(0, ours.engine.plan.layout.vocabulary, (batch, context))
+    prompts[:, :common] = prompts[0, :common]
+    starts: list[Callable[[], Iterator[None]]] = [lambda: ours.start(prompts.tolist(), total)]
+    if common:
+        apart = _OneKV(own, batch, context + total, arguments.block_size, common, together=False)
+        starts.append(lambda: apart.start(prompts.tolist(), total))
+    else:
+        starts.append(lambda: stock(peer, prompts.tolist(), total))
 
     prefill: list[list[float]] = [[], []]
     decode: list[list[float]] = [[], []]
@@ -91,9 +117,9 @@ def measure(model: Module, batch: int, context: int, tokens: int, rounds: int, b
     repeats = 3 if batch * context <= 8192 else 2
     for repeat in range(repeats):
         running = []
-        for side, start in enumerate(sides):
+        for side, start in enumerate(starts):
             begin = time.perf_counter()
-            running.append(start(prompts, total))
+            running.append(start())
             next(running[-1])
             if repeat:
                 prefill[side].append(time.perf_counter() - begin)
@@ -106,21 +132,27 @@ def measure(model: Module, batch: int, context: int, tokens: int, rounds: int, b
                 decode[side].append(time.perf_counter() - begin)
     del running
     median = statistics.median
+    read = common + batch * (context - common + total // 2)
+    token_bytes = sum(group.token_bytes for group in ours.engine.plan.layout.groups)
     return Result(
         batch,
         context,
+        common,
         prefill_tokens_per_s=batch * context / median(prefill[0]),
-        prefill_mlx_lm=batch * context / median(prefill[1]),
+        prefill_peer=batch * context / median(prefill[1]),
         prefill_ratio=median(b / a for a, b in zip(*prefill, strict=True)),
         decode_tokens_per_s=batch * tokens / median(decode[0]),
-        decode_mlx_lm=batch * tokens / median(decode[1]),
+        decode_peer=batch * tokens / median(decode[1]),
         decode_ratio=median(b / a for a, b in zip(*decode, strict=True)),
         kv_bytes=ours.engine.plan.pool_bytes,
+        roofline=step_bytes(own, token_bytes, read) / per_second / (median(decode[0]) / tokens),
     )
 
 
 class _OneKV:
-    def __init__(self, model: Module, batch: int, length: int, block_size: int) -> None:
+    def __init__(
+        self, model: Module, batch: int, length: int, block_size: int, common: int, together: bool = True
+    ) -> None:
         settings = Settings(max_batch=batch, block_size=block_size, kv_memory="1GiB")
         token_bytes = sum(g.token_bytes for g in make_plan(model, settings, None).layout.groups)
         # Rounded up as the plan rounds down.
@@ -128,24 +160,39 @@ class _OneKV:
         settings = Settings(
             max_batch=batch,
             block_size=block_size,
-            prefix_cache=False,
+            # Without it, every round computes its prompts.
+            prefix_cache=common > 0,
             kv_memory=max(1, blocks * block_size * token_bytes),
         )
-        # Without the prefix cache, so that every round computes its prompts.
         self.engine = Engine(model, make_plan(model, settings, None), set(), settings)
+        self._common, self._together = common, together
 
     def start(self, prompts: list[list[int]], tokens: int) -> Iterator[None]:
         """Yields each time all sequences have one token more."""
+        if self._common:
+            # What is shared is there before the others come.
+            self.engine.submit(Request(prompts[0][: self._common + 1], 1))
+            while not self.engine.idle:
+                self._step()
         requests = [Request(prompt, tokens) for prompt in prompts]
         try:
             for request in requests:
                 self.engine.submit(request)
             for count in range(1, tokens + 1):
                 while min(len(request.tokens) for request in requests) < count:
-                    self.engine.step()
+                    self._step()
                 yield
         finally:
             self.engine.cancel(requests)
+
+    def _step(self) -> None:
+        # Of CUDA kernels and of MLX's operations.
+        kept = pairs.SHARED, shared.LEAST
+        pairs.SHARED = shared.LEAST = TOGETHER if self._together else 0
+        try:
+            self.engine.step()
+        finally:
+            pairs.SHARED, shared.LEAST = kept
 
 
 def stock(model: Module, prompts: list[list[int]], tokens: int) -> Iterator[None]:
@@ -177,13 +224,15 @@ def about(model: str) -> dict[str, Any]:
     }
 
 
-def bench_model(name: str, dtype: str | None) -> Module:
+def bench_model(name: str, dtype: str | None, join: bool = True) -> Module:
     if name != "8b":
-        return load_model(name, dtype=dtype).model
+        return load_model(name, dtype=dtype, join=join).model
     mx.random.seed(0)
     model: Module = llama.Model(llama.ModelArgs.from_dict(SHAPE_8B))
     model.set_dtype(getattr(mx, dtype or "bfloat16"))
     mx.eval(model.parameters())
+    if join and mx.default_device() == mx.gpu:
+        join_products(model)
     return model
 
 
@@ -197,16 +246,19 @@ def _case(text: str) -> tuple[int, int]:
 def _format(results: list[Result]) -> str:
     rows = [
         [
-            f"{r.batch} x {r.context}",
+            f"{r.batch} x {r.context}" + (f", {r.shared} shared" if r.shared else ""),
             f"{r.prefill_tokens_per_s:.1f}",
-            f"{r.prefill_mlx_lm:.1f}",
+            f"{r.prefill_peer:.1f}",
             f"{r.prefill_ratio:.2f}x",
             f"{r.decode_tokens_per_s:.1f}",
-            f"{r.decode_mlx_lm:.1f}",
+            f"{r.decode_peer:.1f}",
             f"{r.decode_ratio:.2f}x",
+            f"{r.roofline:.0%}",
             format_size(r.kv_bytes),
         ]
         for r in results
     ]
-    header = ["batch x context", "prefill tok/s", "mlx-lm", "ratio", "decode tok/s", "mlx-lm", "ratio", "KV pool"]
+    peer = "apart" if any(r.shared for r in results) else "mlx-lm"
+    speeds = ["prefill tok/s", peer, "ratio", "decode tok/s", peer, "ratio"]
+    header = ["batch x context", *speeds, "of roofline", "KV pool"]
     return table(rows, header)

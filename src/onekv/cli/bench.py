@@ -88,6 +88,8 @@ def _define_decode(benches: Any) -> None:
     command.add_argument("--case", action="append", metavar="BATCHxCONTEXT", help=case_help)
     add_count(command, "--tokens", 32, "tokens", "decoded per round")
     add_count(command, "--block-size", 64, "tokens", "in a block")
+    shared_help = "tokens that all prompts begin with; the peer then reads them for each row; default: 0 tokens"
+    command.add_argument("--shared", type=int, default=0, metavar="TOKENS", help=shared_help)
     _add_common(command)
 
 
