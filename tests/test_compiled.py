@@ -69,11 +69,11 @@ def store_by_mlx(model, memory, sequences, tokens):
         memory.truncate(sequence, sequence.length - 1)
     kept = [layer._backends for layer in memory._layers]
     for layer in memory._layers:
-        layer._backends, layer._stores = layer._backends[1:], False
+        layer._backends, layer.stores = layer._backends[1:], False
     forward(model, memory, sequences, tokens)
     mx.eval(memory.arrays())
     for layer, backends in zip(memory._layers, kept, strict=True):
-        layer._backends, layer._stores = backends, True
+        layer._backends, layer.stores = backends, True
 
 
 def run(model, memory, lengths, steps):

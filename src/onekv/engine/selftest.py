@@ -58,8 +58,8 @@ def compile_decode(model: Module, memory: KVMemory, one_by_one: str | None) -> t
         return None, one_by_one
     if memory.state_layers:
         return None, "the model has recurrent states"
-    expected = _decode(model, memory, [1])
-    if not memory.by_kernels:
+    expected = _decode(model, memory, [1]) if memory.has_kernels else None
+    if expected is None or not memory.by_kernels:
         return None, "attention here is not by a kernel that stores new tokens itself"
     compiled = CompiledDecode(model, memory)
     try:

@@ -147,9 +147,14 @@ class KVMemory:
         return [layer for layer in self._layers if layer.attended]
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether every layer has a kernel that stores what is new, when the step is evaluated."""
+        return all(layer.stores for layer in self._layers) and not self.eager
+
+    @property
     def by_kernels(self) -> bool:
-        """Whether kernels did all of the attention in the last decode step, and stored what was new."""
-        return all(layer.attended for layer in self._layers) and not self.writes and not self.eager
+        """Whether these did all of the attention in the last decode step."""
+        return self.has_kernels and all(layer.attended for layer in self._layers) and not self.writes
 
     @property
     def eager(self) -> bool:

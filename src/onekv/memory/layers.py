@@ -45,7 +45,7 @@ class PagedLayer(Attends):
         # Whether the last decode step attended over the pool.
         self.attended = False
         self.eager = any(backend.eager for backend in backends)
-        self._stores = any(backend.stores for backend in backends)
+        self.stores = any(backend.stores for backend in backends)
 
     @property
     def _step(self) -> GroupStep:
@@ -65,7 +65,7 @@ class PagedLayer(Attends):
         self._fetched, self.attended = None, False
         self._unwritten = (keys, values)
         stand_in = self.direct and step.count == 1
-        if not (stand_in and self._stores):
+        if not (stand_in and self.stores):
             self._write()
         if stand_in:
             self._fetched = self._stand_ins()
