@@ -4,7 +4,7 @@ from onekv.bench.soak import soak
 
 
 def test_soak() -> None:
-    report = soak(requests=160, clients=16, seed=3)
+    report = soak(requests=120, clients=16, seed=3)
     assert report.wrong == []
     outcomes = report.outcomes
     assert outcomes["200"] > 80

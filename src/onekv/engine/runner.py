@@ -66,7 +66,8 @@ class Runner:
 
     def decode(self, requests: list[Request]) -> list[Row]:
         """Start a step for `requests`, and give what the one in the air, if there is one, has given the same."""
-        flight, self.flight = self.flight, None
+        # It stays where it is until the next one has started: a step that is interrupted is made again.
+        flight = self.flight
         assert flight is None or flight.requests == requests, "the step in the air is of other requests"
         sequences = [request.sequence for request in requests]
         if flight is None:
