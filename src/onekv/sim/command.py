@@ -73,9 +73,11 @@ def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator
     if processes == 1:
         with _remembering() as interrupts:
             for seed in seeds:
-                yield run_seed(seed, steps, folder)
+                outcome = run_seed(seed, steps, folder)
+                # Before its verdict: a seed that was interrupted may have failed by that.
                 if interrupts:
                     raise KeyboardInterrupt
+                yield outcome
         return
     # Not forked: MLX has threads.
     # Interrupting ends the pool, which ends them: they have nothing to say about it.
@@ -85,7 +87,9 @@ def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator
 
 @contextmanager
 def _remembering() -> Iterator[list[int]]:
-    """Interrupts so far. Python drops the exception of one that comes while an object is finalized."""
+    """Interrupts so far. Python drops the exception of one that comes while an object is finalized, and some libraries
+    make another one of it.
+    """
     interrupts: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
