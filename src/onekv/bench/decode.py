@@ -77,8 +77,9 @@ class Result:
 def run(arguments: argparse.Namespace) -> None:
     cases = [_case(text) for text in arguments.case or ["1x2048", "4x1024"]]
     own = bench_model(arguments.model, arguments.dtype)
-    # mlx-lm's side has a model of its own: OneKV joins products.
-    peer = bench_model(arguments.model, arguments.dtype, join=False) if not arguments.shared else own
+    # On a GPU mlx-lm's side has a model of its own: OneKV joins products there.
+    alike = arguments.shared or mx.default_device() == mx.cpu
+    peer = own if alike else bench_model(arguments.model, arguments.dtype, join=False)
     per_second = bandwidth()
     results = []
     for batch, context in cases:
