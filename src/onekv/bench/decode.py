@@ -1,4 +1,4 @@
-"""Prefill and decode speed of OneKV and mlx-lm, on one model object, in one process.
+"""Prefill and decode speed of OneKV and mlx-lm, with the same weights, in one process.
 
 Both sides hold their KV of the same prompts at the same time and take turns: a round is N tokens of one, then N tokens
 of the other. mlx-lm runs through its own entry points: `generate_step` for one sequence, `BatchGenerator` for several.

@@ -5,7 +5,7 @@ always is; where rows are of very different lengths and most of it would be padd
 to compute with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ SHARED = 0
 Made = TypeVar("Made")
 Matrices = tuple[mx.array, mx.array, mx.array]
 Integers = np.ndarray[Any, Any]
+Row = list[int] | Integers
 
 
 class Grid:
@@ -46,22 +47,17 @@ class Grid:
         # Of the tables it was made from: stale when that has changed.
         self.key: list[tuple[Table, int]] = []
         self._matrices: dict[int, Matrices] = {}
-        self.works: dict[tuple[int, int], Work] = {}
+        self._works: dict[tuple[int, int], Work] = {}
         self._turns: dict[tuple[Rope, int], mx.array] = {}
         self._derived: dict[str, Any] = {}
 
     @classmethod
     def of(cls, tables: list[Table]) -> "Grid":
         pool, live = tables[0].pool, [table.live() for table in tables]
-        counts = np.array([len(indices) for indices in live])
-        shape = (len(tables), int(counts.max()))
-        ids, base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
-        for row, (table, indices) in enumerate(zip(tables, live, strict=True)):
-            ids[row, : len(indices)] = [table.blocks[i] for i in indices]
-            ids[row, len(indices) :] = table.blocks[-1]
-            base[row, : len(indices)] = np.array(indices) * pool.block_size
+        ids = [[table.blocks[i] for i in indices] for table, indices in zip(tables, live, strict=True)]
+        base = [np.array(indices) * pool.block_size for indices in live]
         # Rows whose windows have moved on do not begin with the same blocks.
-        grid = cls(ids, base, counts, pool, tables[0].rule.span is None)
+        grid = cls(*_padded(ids, base), pool, tables[0].rule.span is None)
         grid.key = _key(tables)
         return grid
 
@@ -72,14 +68,9 @@ class Grid:
 
     def part(self, firsts: list[int]) -> "Grid":
         """Without the first so many blocks of each row."""
-        counts = self._counts - np.array(firsts)
-        shape = (len(firsts), int(counts.max()))
-        ids, base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
-        for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
-            ids[row, :count] = self._ids[row, first : first + count]
-            ids[row, count:] = self._ids[row, first + count - 1]
-            base[row, :count] = self._base[row, first : first + count]
-        return Grid(ids, base, counts, self._pool, False)
+        left = [slice(first, count) for first, count in zip(firsts, self._counts, strict=True)]
+        ids, base = ([array[row, some] for row, some in enumerate(left)] for array in (self._ids, self._base))
+        return Grid(*_padded(ids, base), self._pool, False)
 
     def derived(self, name: str, make: "Callable[[Grid], Made]") -> "Made":
         """What a backend makes of the grid once, under a name of its own."""
@@ -124,7 +115,7 @@ class Grid:
     @cached_property
     def all_positions(self) -> mx.array:
         """The position of each slot of all rows, [rows, slots]; lazy."""
-        return (self.base[..., None] + mx.arange(self.block_size)).reshape(len(self._ids), -1)
+        return slot_positions(self.base, self.block_size).reshape(len(self._ids), -1)
 
     def turns(self, rope: Rope, dim: int) -> mx.array:
         """`Rope.table` of all slots, [rows, slots, dim]; lazy."""
@@ -170,13 +161,13 @@ class Grid:
 
     def work(self, heads: int, most: int) -> Work:
         """For the CUDA kernels, of layers with so many KV heads; at most so many rows read shared blocks together."""
-        if (heads, most) not in self.works:
+        if (heads, most) not in self._works:
             size = self.block_size
             shared = SHARED // size if self._from_start and most > 1 else 0
-            self.works[heads, most] = make_work(
+            self._works[heads, most] = make_work(
                 self._ids, self._base, self._counts, THREAD_BLOCKS // heads, LEAST // size, shared, most
             )
-        return self.works[heads, most]
+        return self._works[heads, most]
 
 
 class PairList:
@@ -215,6 +206,22 @@ class PairList:
 
 
 Pairs = Grid | PairList
+
+
+def slot_positions(base: mx.array, block_size: int) -> mx.array:
+    """The position of each slot of blocks that begin at `base`, [..., block_size]; lazy."""
+    return base[..., None] + mx.arange(block_size)
+
+
+def _padded(ids: Sequence[Row], base: Sequence[Row]) -> tuple[Integers, Integers, Integers]:
+    """Rows of blocks as `ids` and `base` of a grid, and how many of each row are real."""
+    counts = np.array([len(row) for row in ids])
+    shape = (len(ids), int(counts.max()))
+    all_ids, all_base = np.empty(shape, np.uint32), np.full(shape, NOWHERE, np.int32)
+    for row, count in enumerate(counts):
+        all_ids[row, :count], all_ids[row, count:] = ids[row], ids[row][-1]
+        all_base[row, :count] = base[row]
+    return all_ids, all_base, counts
 
 
 def make_grid(tables: list[Table], previous: Grid | None) -> Grid:

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from .layout import Rule
-from .pairs import NOWHERE, Grid, Pairs, make_grid
+from .pairs import NOWHERE, Grid, Pairs, make_grid, slot_positions
 from .pool.sequence import Sequence
 from .pool.table import Table
 
@@ -195,7 +195,7 @@ class GroupStep:
         key = (window, dtype, id(pairs))
         if key not in self._bias:
             query = pairs.spread(self.positions)
-            slots = pairs.base[..., None] + mx.arange(self.block_size)
+            slots = slot_positions(pairs.base, self.block_size)
             seen = visible(self.rule, window, query[..., None], slots)
             bias = mx.where(seen, mx.array(0, dtype), mx.array(-mx.inf, dtype))
             self._bias[key] = pairs.shape_bias(bias)

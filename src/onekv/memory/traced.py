@@ -13,6 +13,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from .attention.turns import UNIT
+from .pairs import slot_positions
 from .step import GroupStep, Step
 from .work import Shape, Work
 
@@ -53,7 +54,7 @@ class TracedGrid:
 
     @cached_property
     def all_positions(self) -> mx.array:
-        return (self.base[..., None] + mx.arange(self.block_size)).reshape(self.base.shape[0], -1)
+        return slot_positions(self.base, self.block_size).reshape(self.base.shape[0], -1)
 
     def work(self, heads: int, most: int) -> Work:
         if (heads, most) not in self._keys:

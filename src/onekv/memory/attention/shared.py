@@ -136,23 +136,23 @@ def _of_prefix(q: mx.array, arrays: LayerArrays, prefix: Prefix, size: int, by: 
     rows, heads, shared, dim = q.shape
     v_dim = arrays.v.shape[-1]
     q = q.swapaxes(0, 1).reshape(heads, rows * shared, dim)
+    # [heads, n, rows * G, block_size]; blocks that are adjacent are one.
     if prefix.run is not None:
-        start, end = prefix.run
-        scores = (q @ arrays.k[:, start:end].swapaxes(1, 2)).astype(mx.float32)
-        top = scores.max(axis=-1)
-        weights = by.power(scores - top[..., None])
-        total = weights.sum(axis=-1)
-        out = weights.astype(arrays.v.dtype) @ arrays.v[:, start:end]
+        keys, values = (array[:, prefix.run[0] : prefix.run[1]] for array in (arrays.k, arrays.v))
+        scores = (q @ keys.swapaxes(1, 2))[:, None]
     else:
-        keys, values = arrays.k.reshape(-1, size, dim).swapaxes(1, 2), arrays.v.reshape(-1, size, v_dim)
+        keys, values = arrays.k.reshape(-1, size, dim), arrays.v.reshape(-1, size, v_dim)
         head_of, block_of, order = prefix.indices(heads, keys.shape[0] // heads)
-        # [heads, n, rows * G, block_size]
-        scores = mx.gather_mm(q, keys, head_of, block_of).astype(mx.float32)
-        top = scores.max(axis=(1, 3))
-        weights = by.power(scores - top[:, None, :, None])
-        total = weights.sum(axis=(1, 3))
-        weights = weights.astype(values.dtype).reshape(-1, rows * shared, size)
-        out = mx.gather_mm(weights, values, order, block_of).sum(axis=1)
+        scores = mx.gather_mm(q, keys.swapaxes(1, 2), head_of, block_of)
+    scores = scores.astype(mx.float32)
+    top = scores.max(axis=(1, 3))
+    weights = by.power(scores - top[:, None, :, None])
+    total = weights.sum(axis=(1, 3))
+    weights = weights.astype(values.dtype)
+    if prefix.run is not None:
+        out = weights[:, 0] @ values
+    else:
+        out = mx.gather_mm(weights.reshape(-1, rows * shared, size), values, order, block_of).sum(axis=1)
 
     def by_row(array: mx.array) -> mx.array:
         return array.reshape(heads, rows, shared, *array.shape[2:]).swapaxes(0, 1)

@@ -2,7 +2,7 @@
 
 MLX has no way to put such loops into its graph. So what they need is evaluated first, they run at once on the pool's
 memory, and what they give is a new array: a layer is computed when the model calls it, not when the step is evaluated
-(`Engine` waits for the step before). The pool is written without MLX knowing, between its own uses of it. Views of it
+(`Runner` reads its tokens at once). The pool is written without MLX knowing, between its own uses of it. Views of it
 end with the call, or the next write of MLX's would copy it.
 """
 
