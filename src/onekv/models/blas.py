@@ -22,7 +22,7 @@ from .build import build_in_place, has_library, package_parents
 from .paths import cache_dir
 
 _NAMES = ("sgemm", "dgemm", "cgemm", "zgemm")
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _OLD_MMAP_LIMIT = 32 << 20
 _SLOW = "matrix products will be slow on this CPU"
 
@@ -56,9 +56,26 @@ def ensure_fast_blas() -> str | None:
     return None
 
 
+def share_cores(processes: int) -> None:
+    """Limits BLAS to this process's share of the cores, if several compute at the same time: too many
+    threads slow all of them down. OPENBLAS_NUM_THREADS takes precedence.
+    """
+    if sys.platform != "linux" or os.environ.get("OPENBLAS_NUM_THREADS"):
+        return
+    loaded = ctypes.CDLL(None)
+    for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+        if hasattr(loaded, name):
+            getattr(loaded, name)(max(1, len(os.sched_getaffinity(0)) // processes))
+            return
+
+
 def _keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory: MLX frees and takes the same large buffers at every
-    step.
+    """Tells glibc to keep freed memory, since MLX frees and allocates the same large buffers at every
+    step, and to keep it in one arena.
+
+    With an arena for each thread, what the thread of an unloaded model has freed is of no use to the next one, and
+    `malloc_trim` does not return the top of any arena but the first: a server that swapped models grew by hundreds
+    of MiB.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
@@ -67,6 +84,7 @@ def _keep_freed_memory() -> None:
     if not libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30):
         libc.mallopt(_M_MMAP_THRESHOLD, _OLD_MMAP_LIMIT)
     libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def _cblas_is_global() -> bool:

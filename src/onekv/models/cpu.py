@@ -4,6 +4,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.utils import dequantize_model
 
+from .reading import read
+
 
 def unpack(model: Module, dtype: mx.Dtype) -> None:
     """Replaces quantized layers by plain ones and casts all floating-point weights to `dtype`,
@@ -15,7 +17,10 @@ def unpack(model: Module, dtype: mx.Dtype) -> None:
     model.set_dtype(dtype)
 
 
-def evaluate(model: Module) -> None:
-    """Reads and computes the weights module by module, so that only one is there in two forms."""
+def evaluate(model: Module, reads: bool = True) -> None:
+    """Computes the weights module by module, so that only one is there in two forms, and `reads` them for that."""
     for module in model.modules():
-        mx.eval([value for value in module.values() if isinstance(value, mx.array)])
+        weights = [value for value in module.values() if isinstance(value, mx.array)]
+        mx.eval(weights)
+        if reads:
+            read.bytes += sum(value.nbytes for value in weights)

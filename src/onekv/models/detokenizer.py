@@ -76,6 +76,29 @@ class SentencePieceDetokenizer(_BytesDetokenizer):
         super().__init__(pieces, strip_space)
 
 
+def token_bytes(tokenizer: Any, tokens: list[int]) -> list[bytes]:
+    """The bytes that each token stands for, whichever of the two kinds its tokenizer is; part of a character, too."""
+    added = tokenizer.get_added_vocab()
+    # Where characters stand for bytes, no token can have U+2581 in it; elsewhere it is one.
+    byte_level = _knows(tokenizer, "\u0120") and not _knows(tokenizer, "\u2581")
+    byte_of = _byte_of_char()
+    found = []
+    for token in tokenizer.convert_ids_to_tokens(tokens):
+        if token is None or token in added:
+            found.append((token or "").encode())
+        elif byte_level and all(char in byte_of for char in token):
+            found.append(bytes(byte_of[char] for char in token))
+        elif match := _BYTE.fullmatch(token):
+            found.append(bytes([int(match[1], 16)]))
+        else:
+            found.append(token.replace("\u2581", " ").encode())
+    return found
+
+
+def _knows(tokenizer: Any, token: str) -> bool:
+    return tokenizer.convert_tokens_to_ids(token) not in (None, tokenizer.unk_token_id)
+
+
 def _tokens(tokenizer: Any) -> list[str]:
     tokens: list[str] = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     return tokens

@@ -89,6 +89,31 @@ def fetch(spec: WheelFile, *, progress: bool = True) -> Path:
     return final
 
 
+def fetched_file(spec: WheelFile) -> Path | None:
+    """The file in the cache folder, if it is there."""
+    final = cache_dir() / "models" / spec.file_name
+    return final if _is_complete(final, spec) else None
+
+
+def fetched() -> dict[Path, bool]:
+    """Files in the cache folder, each with whether it is complete, or was begun and not ended."""
+    folder = cache_dir() / "models"
+    whole = dict.fromkeys(sorted(folder.glob("*.gguf")), True)
+    begun = {file.with_suffix(""): False for file in sorted(folder.glob("*.gguf.part"))}
+    return begun | whole
+
+
+def remove(file: Path) -> None:
+    """Remove what was fetched, or begun, of `file`. Raises FetchError while another process fetches it."""
+    with _disk_errors(file.parent):
+        try:
+            with filelock.FileLock(f"{file}.lock", blocking=False):
+                for each in (file, file.with_name(f"{file.name}.part")):
+                    each.unlink(missing_ok=True)
+        except filelock.Timeout:
+            raise FetchError(f"another process fetches {file.name} now; stop it, or try again later") from None
+
+
 def _is_complete(final: Path, spec: WheelFile) -> bool:
     return final.is_file() and final.stat().st_size == spec.size
 

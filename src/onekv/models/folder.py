@@ -13,30 +13,42 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ModelFormatError
 from .cpu import evaluate, unpack
+from .facts import read_json, weight_files
 
 _MAX_HEADER = 100 << 20
-_INDEX = "model.safetensors.index.json"
+# One of these has a tokenizer's vocabulary. Without any, transformers may make a tokenizer that knows no text.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
 def load_folder(
-    folder: Path, dtype: mx.Dtype | None, *, dequantize: bool, lazy: bool
+    folder: Path,
+    dtype: mx.Dtype | None,
+    *,
+    dequantize: bool,
+    lazy: bool,
+    tokenizer: TokenizerWrapper | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """Model, tokenizer and configuration. With `dequantize` no layer stays packed and `dtype` is
     float32 if None; without it the weights stay as they are unless `dtype` is given. With `lazy`
-    nothing is read but the headers; weights are read when first used.
+    nothing is read but the headers; weights are read when first used. The folder's own `tokenizer`
+    is not read again where it is given.
 
     Raises ModelFormatError, naming the file, when one is missing, damaged or of an unknown kind.
     """
     _check_files(folder)
     try:
         model, config = load_model(folder, lazy=True)
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = tokenizer or load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
     except json.JSONDecodeError as error:
         raise ModelFormatError(f"{folder}: a JSON file is damaged ({error})") from error
     except (ValueError, TypeError, KeyError, RuntimeError, OSError, ImportError) as error:
         # What mlx-lm and transformers raise for files they cannot make sense of.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ModelFormatError(f"{folder} cannot be loaded: {reason}") from error
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ModelFormatError(
+            f"{folder} has a tokenizer that knows no text; copy the model's own tokenizer files into it"
+        )
     if dequantize:
         unpack(model, dtype or mx.float32)
         config = {k: v for k, v in config.items() if not k.startswith("quantization")}
@@ -53,33 +65,17 @@ def _check_files(folder: Path) -> None:
         others = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"; it has {others[0]}, give that file instead" if others else ""
         raise ModelFormatError(f"{folder} has no config.json, so it holds no model{hint}")
-    config = _read_json(config_file)
+    config = read_json(config_file)
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelFormatError(f"{config_file} names no model_type")
-    weights = sorted(folder.glob("model*.safetensors"))
-    if not weights:
-        raise ModelFormatError(f"{folder} has no weights: model.safetensors is missing")
-    index = folder / _INDEX
-    if index.is_file():
-        listed = _read_json(index)
-        names = listed.get("weight_map", {}) if isinstance(listed, dict) else {}
-        for name in sorted(set(map(str, names.values()))):
-            if not (folder / name).is_file():
-                raise ModelFormatError(f"{folder} is incomplete: {name} is missing")
-    for file in weights:
-        _check_safetensors(file)
+    for file in weight_files(folder):
+        check_safetensors(file)
+    if not any(any(folder.glob(name)) for name in _VOCABULARIES):
+        missing = f"{folder} has no tokenizer: {', '.join(_VOCABULARIES[:-1])} or {_VOCABULARIES[-1]} is missing"
+        raise ModelFormatError(f"{missing}; copy the model's own tokenizer files into it")
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ModelFormatError(f"{file} is damaged: {error}") from error
-    except OSError as error:
-        raise ModelFormatError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _check_safetensors(file: Path) -> None:
+def check_safetensors(file: Path) -> None:
     """The file has all the bytes its header speaks of. MLX finds out only when it reads a tensor,
     too late.
     """

@@ -20,6 +20,7 @@ from ..errors import ModelFormatError
 from .gguf_header import GGUFHeader, read_header
 from .gguf_tensors import BITS, GROUP_SIZE, Packed, placeholder, read_tensor
 from .gguf_tokenizer import build_tokenizer
+from .reading import read
 
 # general.architecture -> module of mlx_lm.models.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -69,22 +70,27 @@ class _Metadata:
 
 
 def load_gguf(
-    path: Path, dtype: mx.Dtype | None = None, *, dequantize: bool | None = None, lazy: bool = False
+    path: Path,
+    dtype: mx.Dtype | None = None,
+    *,
+    dequantize: bool | None = None,
+    lazy: bool = False,
+    tokenizer: TokenizerWrapper | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """The model, its tokenizer and its configuration (mlx-lm's names), from one GGUF file.
 
     With `dequantize` (the default on CPU, where packed products are slow) all weights are in
     `dtype`, float32 if None; without it quantized weights stay packed and the rest is in `dtype`,
     float16 if None. With `lazy` the weights are placeholders of the right shape and dtype that hold
-    NaN: for measuring sizes only. Raises ModelFormatError when the file is damaged or not
-    supported.
+    NaN: for measuring sizes only. The file's own `tokenizer` is not built again where it is given.
+    Raises ModelFormatError when the file is damaged or not supported.
     """
     if dequantize is None:
         dequantize = mx.default_device() == mx.cpu
     dtype = dtype or (mx.float32 if dequantize else mx.float16)
     header = read_header(path)
     config = _model_config(header)
-    tokenizer = build_tokenizer(header)
+    tokenizer = tokenizer or build_tokenizer(header)
     config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
     model = _build(header, config)
     modules = _module_of_tensor(header, config)
@@ -97,6 +103,7 @@ def load_gguf(
         # One tensor at a time: packed and unpacked never exist side by side for the whole model.
         if not lazy:
             mx.eval(list(weights.values()))
+            read.bytes += sum(value.nbytes for value in weights.values())
         model.load_weights(list(weights.items()), strict=False)
     model.eval()
     return model, tokenizer, config

@@ -1,14 +1,10 @@
 """The tokenizer inside a GGUF file, built with `tokenizers` and wrapped as mlx-lm wants it."""
 
-import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from mlx_lm.tokenizer_utils import (
-    TokenizerWrapper,
-    _infer_tool_parser,
-)
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
@@ -17,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import ModelFormatError
 from .detokenizer import ByteLevelDetokenizer, SentencePieceDetokenizer
 from .gguf_header import GGUFHeader
+from .templates import tool_parser
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _WORDS = (
@@ -116,7 +113,7 @@ class _Builder:
             **{f"{name}_token": text for name, text in names.items() if text is not None},
         )
         fast.chat_template = template if isinstance(template, str) else None
-        return TokenizerWrapper(fast, self.detokenizer(), eos_token_ids=self.end_ids(), **_tool_parser(fast))
+        return TokenizerWrapper(fast, self.detokenizer(), eos_token_ids=self.end_ids(), **tool_parser(fast))
 
     def added(self, kind: int) -> list[AddedToken]:
         special = kind == _CONTROL
@@ -203,16 +200,3 @@ def _cut(pre: str) -> Any:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-
-
-def _tool_parser(tokenizer: Any) -> dict[str, Any]:
-    """TokenizerWrapper's tool-call arguments, found as mlx-lm finds them for a folder."""
-    kind = _infer_tool_parser(tokenizer)
-    if kind is None:
-        return {}
-    module = importlib.import_module(f"mlx_lm.tool_parsers.{kind}")
-    return {
-        "tool_parser": module.parse_tool_call,
-        "tool_call_start": module.tool_call_start,
-        "tool_call_end": module.tool_call_end,
-    }

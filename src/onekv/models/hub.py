@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -10,9 +11,10 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from mlx_lm.utils import _download
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, _download
 
 from ..errors import FetchError, ModelNotFoundError
+from .hub_files import fetch_large_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -22,13 +24,27 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 
-def hub_folder(name: str) -> Path:
-    """The folder of the hub's model `name`, downloaded if the hub's cache does not have it.
+def cached_folder(name: str, whole: bool = False) -> Path | None:
+    """The folder of the hub's model `name` in the hub's cache, if it is there, and `whole` if that is asked for."""
+    if whole:
+        try:
+            return Path(snapshot_download(name, allow_patterns=DEFAULT_ALLOW_PATTERNS, local_files_only=True))
+        except LocalEntryNotFoundError:
+            return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def hub_folder(name: str, progress: bool = True) -> Path:
+    """The folder of the hub's model `name`, downloaded if the hub's cache does not have it, and continued if that has a
+    part of it. `progress` shows large files on stderr; the hub's library shows small ones.
 
     Raises ModelNotFoundError when there is no such model or this user may not have it, FetchError
     when the hub cannot be reached or the download fails.
     """
     try:
+        if cached_folder(name, whole=True) is None:
+            fetch_large_files(name, progress)
         return Path(_download(name))
     except GatedRepoError as error:
         raise ModelNotFoundError(
@@ -49,4 +65,7 @@ def hub_folder(name: str) -> Path:
         raise FetchError(f"the Hugging Face hub refused {name} (HTTP {status}); try later") from error
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
-        raise FetchError(f"{name} could not be downloaded from the Hugging Face hub: {reason}") from error
+        raise FetchError(
+            f"{name} could not be downloaded from the Hugging Face hub: {reason}; "
+            "the next attempt continues where this one stopped"
+        ) from error

@@ -8,6 +8,8 @@ import xxhash
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from .adapted import adapted_layers
+
 
 def identity(model: Module) -> str:
     """Names the architecture, its settings, every bit of its weights, and what computes with them.
@@ -20,6 +22,9 @@ def identity(model: Module) -> str:
     for name, array in sorted(flat):
         digest.update(f"{name} {array.shape} {array.dtype}".encode())
         _update(digest, array)
+    for name, layer in sorted(adapted_layers(model), key=lambda item: item[0]):
+        # An adapter's weights do not say how much they count.
+        digest.update(f"{name} {type(layer).__name__} {layer.scale}".encode())
     computes = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')} {mx.default_device().type}"
     return f"{type(model).__module__} {getattr(model, 'args', None)} {digest.hexdigest()} {computes}"
 

@@ -4,11 +4,13 @@ Starting a product costs the host time, and small ones leave most of a GPU idle.
 by watching the model at work, so nothing depends on names. Their weights are put together, row after row, and each
 layer is replaced by a `Part` of the joint product: whichever is called first computes it for all, the others get their
 columns of it. A part that is called with something else computes for itself, so the result is always that of the layer
-it replaces, up to the order in which a product adds up.
+it replaces, up to the order in which a product adds up. Few rows are multiplied by a kernel where there is one
+(`cuda.products`), which gives the parts apart.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -17,50 +19,77 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cuda import products
+from ..cuda.source import on_cuda
+from .layers import replace_layers
+
 
 class Joint:
     """One product for several parts; its result is kept until each of them has had its own."""
 
-    def __init__(self, linear: Linear | QuantizedLinear, parts: int) -> None:
-        self.linear, self._parts = linear, parts
+    def __init__(self, linear: Linear | QuantizedLinear, ends: tuple[int, ...], kernel: bool) -> None:
+        """Part i is the columns from where part i - 1 ends to `ends[i]`; `kernel`: one may multiply few rows."""
+        self.linear, self.bounds = linear, (0, *ends)
+        # Whose few rows a kernel multiplies.
+        self._few = linear if kernel and type(linear) is Linear and products.supports(linear, ends) else None
         self._input: mx.array | None = None
-        self._output: mx.array | None = None
-        self._left = 0
+        self._outputs: dict[int, mx.array] = {}
 
-    def columns(self, x: mx.array, start: int, end: int) -> mx.array:
-        if self._output is None or x is not self._input:
-            self._input, self._output, self._left = x, self.linear(x), self._parts
-        own = self._output[..., start:end]
-        self._left -= 1
-        if not self._left:
-            self._input = self._output = None
+    def part(self, x: mx.array, number: int) -> mx.array:
+        if x is not self._input or number not in self._outputs:
+            self._input, self._outputs = x, dict(enumerate(self._parts(x)))
+        own = self._outputs.pop(number)
+        if not self._outputs:
+            self._input = None
         return own
+
+    def _parts(self, x: mx.array) -> list[mx.array]:
+        if self._few is not None and products.fits(self._few, x):
+            return products.multiply(self._few, x, self.bounds[1:])
+        output = self.linear(x)
+        return [output[..., start:end] for start, end in pairwise(self.bounds)]
 
 
 class Part(Module):
     """Some columns of a joint product. The first part has the weights in the model's tree."""
 
-    def __init__(self, joint: Joint, start: int, end: int) -> None:
+    def __init__(self, joint: Joint, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._joint, self._start, self._end = joint, start, end
-        if start == 0:
+        self._joint, self._number = joint, number
+        if number == 0:
             self.joint = joint.linear
 
     @property
+    def stored(self) -> Linear | QuantizedLinear:
+        """The layer that has its weights, in these `rows`."""
+        return self._joint.linear
+
+    @property
+    def rows(self) -> slice:
+        return slice(self._joint.bounds[self._number], self._joint.bounds[self._number + 1])
+
+    @property
     def weight(self) -> mx.array:
-        weight: mx.array = self._joint.linear.weight
-        return weight[self._start : self._end]
+        weight: mx.array = self.stored.weight
+        return weight[self.rows]
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._joint.columns(x, self._start, self._end)
+        return self._joint.part(x, self._number)
 
 
-def join_products(model: Module) -> int:
+def fuse(model: Module, kernels: bool = True) -> None:
+    """A model as a GPU runs it best: products joined, and few rows by a kernel where there is one."""
+    join_products(model, kernels)
+    if kernels and on_cuda():
+        replace_layers(model, products.few_rows)
+
+
+def join_products(model: Module, kernels: bool = True) -> int:
     """Joins what shares its input when the model runs; gives the number of products that are gone."""
     saved = 0
     for parent, names in _find(model):
         for some in _alike(parent, names):
-            _join(parent, some)
+            _join(parent, some, kernels and on_cuda())
             saved += len(some) - 1
     return saved
 
@@ -115,11 +144,9 @@ def _alike(parent: Module, names: list[str]) -> list[list[str]]:
     return [some for some in kinds.values() if len(some) > 1]
 
 
-def _join(parent: Module, names: list[str]) -> None:
+def _join(parent: Module, names: list[str], kernel: bool) -> None:
     layers = [parent[name] for name in names]
-    ends = [0]
-    for layer in layers:
-        ends.append(ends[-1] + layer.weight.shape[0])
+    ends = tuple(accumulate(layer.weight.shape[0] for layer in layers))
     joint = layers[0]
     for key in joint.parameters():
         joint[key] = mx.concatenate([layer[key] for layer in layers])
@@ -127,6 +154,6 @@ def _join(parent: Module, names: list[str]) -> None:
         for layer in layers[1:]:
             # Not twice for longer than it takes.
             del layer[key]
-    made = Joint(joint, len(names))
-    for name, start, end in zip(names, ends, ends[1:], strict=False):
-        parent[name] = Part(made, start, end)
+    made = Joint(joint, ends, kernel)
+    for number, name in enumerate(names):
+        parent[name] = Part(made, number)

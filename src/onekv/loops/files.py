@@ -1,0 +1,77 @@
+"""What numba has compiled, on disk: one file for each loop, version of its source and signature.
+
+numba keeps an index of numbered files instead, without a lock. Two processes that compile one loop for two signatures
+at the same time take the same number, and from then on one signature runs the machine code of the other: wrong numbers,
+or a crash, until somebody deletes the files. Here a file's name says what is in it, so there is nothing to agree on. A
+file appears whole, by renaming, and begins with a digest of the rest: what is damaged is compiled again. A file that
+cannot be written is a warning; the process goes on with what it has in memory.
+"""
+
+import hashlib
+import logging
+import os
+import pickle
+import sys
+import uuid
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+log = logging.getLogger("onekv")
+
+DIGEST = hashlib.sha256().digest_size
+
+
+class CompiledFiles:
+    """Those of one loop, in the place of numba's `IndexDataCacheFile`."""
+
+    def __init__(self, folder: Path, function: FunctionType, stamp: object) -> None:
+        """`stamp` is numba's of the source that the loop is in."""
+        self._folder = folder
+        self._loop = (
+            f"{Path(function.__code__.co_filename).stem}.{function.__qualname__}.{sys.implementation.cache_tag}"
+        )
+        self._source = hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
+
+    def load(self, key: Any) -> Any | None:
+        try:
+            content = self._path(key).read_bytes()
+        except OSError:
+            return None
+        digest, data = content[:DIGEST], content[DIGEST:]
+        return pickle.loads(data) if hashlib.sha256(data).digest() == digest else None
+
+    def save(self, key: Any, compiled: Any) -> None:
+        from numba.core.serialize import dumps
+
+        data = dumps(compiled)
+        path = self._path(key)
+        part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+        try:
+            try:
+                part.write_bytes(hashlib.sha256(data).digest() + data)
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+            self._remove_others()
+        except OSError as error:
+            log.warning(
+                "onekv: compiled loops cannot be kept in %s (%s): every start compiles them", self._folder, error
+            )
+
+    def flush(self) -> None:
+        for path in self._folder.glob(f"{self._loop}.*.nbc"):
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: Any) -> Path:
+        import numba
+
+        # Of what numba's key leaves out: its version, and whether indices are checked.
+        full = str((numba.__version__, numba.config.BOUNDSCHECK, key))  # type: ignore[attr-defined]
+        return self._folder / f"{self._loop}.{self._source}.{hashlib.sha256(full.encode()).hexdigest()[:32]}.nbc"
+
+    def _remove_others(self) -> None:
+        """Those of other versions of the source."""
+        for path in self._folder.glob(f"{self._loop}.*.nbc"):
+            if not path.name.startswith(f"{self._loop}.{self._source}."):
+                path.unlink(missing_ok=True)

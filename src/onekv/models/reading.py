@@ -1,0 +1,10 @@
+"""How many bytes of weights this process has read so far, for whoever shows how far a load is."""
+
+
+class _Read:
+    """A count that only grows; any thread may look at it."""
+
+    bytes = 0
+
+
+read = _Read()

@@ -1,0 +1,81 @@
+"""What arrays of a model were made from: while it is watched, calls of `mx.fast.rope` are noted.
+
+A kernel that is given a rotated array may take what that was made from and rotate it itself, in the same launch: the
+array, which nobody uses then, is never computed. Watching changes no result, so nothing needs to be known of the model:
+an array that was not made by such a call, or that was changed since, is simply not in the notes.
+
+Notes are of the thread that watches; MLX's name is replaced while anybody does.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Turned:
+    """`mx.fast.rope(x, dims, **how)`."""
+
+    x: mx.array
+    dims: int
+    how: dict[str, Any]
+
+
+class Notes:
+    def __init__(self) -> None:
+        # The arrays themselves, too: as long as they are here, no other has their id.
+        self._made: dict[int, tuple[mx.array, Turned]] = {}
+
+    def add(self, made: mx.array, source: Turned) -> None:
+        self._made[id(made)] = made, source
+
+    def turned(self, array: mx.array) -> Turned | None:
+        return self._made[id(array)][1] if id(array) in self._made else None
+
+    def clear(self) -> None:
+        self._made.clear()
+
+
+class _Watcher(threading.local):
+    notes: Notes | None = None
+
+
+_watcher = _Watcher()
+_lock = threading.Lock()
+_watchers = 0
+_rope: Callable[..., mx.array] = mx.fast.rope
+
+
+def notes() -> Notes | None:
+    """Those of this thread, if it watches."""
+    return _watcher.notes
+
+
+@contextmanager
+def watching() -> Iterator[Notes]:
+    kept, _watcher.notes = _watcher.notes, Notes()
+    _replace(1)
+    try:
+        yield _watcher.notes
+    finally:
+        _replace(-1)
+        _watcher.notes = kept
+
+
+def _replace(more: int) -> None:
+    """MLX's name is ours while there are watchers."""
+    global _watchers
+    with _lock:
+        _watchers += more
+        mx.fast.rope = _noted if _watchers else _rope
+
+
+def _noted(a: mx.array, dims: int, **how: Any) -> mx.array:
+    out = _rope(a, dims, **how)
+    if _watcher.notes is not None:
+        _watcher.notes.add(out, Turned(a, dims, how))
+    return out
