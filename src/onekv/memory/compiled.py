@@ -1,8 +1,9 @@
 """Decode steps of one model as compiled functions: the graph of a step is made once, not for every token.
 
-There is a function for each number of rows and each shape of a step (`traced`); shapes are rounded so that growing
-sequences change them seldom. A function that is not there yet is made by calling the model once, with arrays that stand
-for what changes. That takes about as long as building the graph of a step.
+There is a function for each shape of a step (`traced`). Shapes are rounded, so that growing sequences change them
+seldom, and so is the number of rows, so that requests that come and go do not: a function that is not there yet is made
+by calling the model once, with arrays that stand for what changes, which takes as long as several steps. While it is,
+the model is watched (`traces`), so that kernels can do what leads up to them.
 """
 
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from ..traces import watching
 from .kv import KVMemory
 from .pool.sequence import Sequence
 from .step import Step
@@ -19,33 +21,49 @@ from .traced import GroupShape, Inputs, KeyAdded, Keys, TracedGroup, TracedStep,
 
 # Functions that are kept: those used last.
 MOST = 64
+# Rows of a step; more are a multiple of the last. One more costs next to nothing where weights are what takes time.
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
 
 Function = Callable[[mx.array, mx.array, list[Inputs], list[list[mx.array]]], mx.array]
 
 
 class CompiledDecode:
+    eager = False
+
     def __init__(self, model: Module, memory: KVMemory) -> None:
         self._model, self._memory = model, memory
         self._keys: list[Keys] = [[] for _ in memory.pools]
         self._functions: OrderedDict[Any, Function] = OrderedDict()
 
-    def __call__(self, sequences: list[Sequence], tokens: mx.array) -> mx.array:
-        """Logits [rows, vocabulary] after one more token of each sequence. Raises Untraceable."""
+    def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
+        """Logits [rows, vocabulary] after each of `tokens`, of which each sequence has so many of `counts`.
+
+        Raises Untraceable.
+        """
         memory = self._memory
-        with memory.step(sequences, 1):
+        with memory.step(sequences, counts, spread=True):
             step = memory.current
+            rows, positions = len(step.rows), step.groups[0].positions
+            padding = rounded_rows(rows) - rows
+            if padding:
+                tokens, positions = mx.pad(tokens, (0, padding)), mx.pad(positions, (0, padding), constant_values=-1)
             while True:
-                made = [inputs_of(group, keys) for group, keys in zip(step.groups, self._keys, strict=True)]
-                function = self._function(len(sequences), tuple(shape for _, shape in made))
+                made = [
+                    inputs_of(group, keys, rows + padding) for group, keys in zip(step.groups, self._keys, strict=True)
+                ]
+                function = self._function(max(counts) > 1, tuple(shape for _, shape in made))
                 inputs = [some for some, _ in made]
                 try:
-                    return function(tokens, step.groups[0].positions, inputs, memory.layer_arrays)
+                    logits = function(tokens, positions, inputs, memory.layer_arrays)
                 except KeyAdded:
                     self._functions.clear()
+                else:
+                    return logits[:rows] if padding else logits
 
-    def _function(self, rows: int, shapes: tuple[GroupShape, ...]) -> Function:
-        function = self._functions.pop((rows, shapes), None) or self._compile(shapes)
-        self._functions[rows, shapes] = function
+    def _function(self, several: bool, shapes: tuple[GroupShape, ...]) -> Function:
+        """`several`: of some sequence there is more than one token."""
+        function = self._functions.pop((several, shapes), None) or self._compile(shapes)
+        self._functions[several, shapes] = function
         if len(self._functions) > MOST:
             self._functions.popitem(last=False)
         return function
@@ -60,8 +78,13 @@ class CompiledDecode:
                     groups.append(TracedGroup(group, positions, some, shape, keys))
                 return TracedStep(step, groups)
 
-            with self._memory.traced(traced, arrays) as caches:
+            with self._memory.traced(traced, arrays) as caches, watching():
                 logits: mx.array = self._model(tokens[:, None], cache=caches)
             return logits[:, -1]
 
         return mx.compile(forward)
+
+
+def rounded_rows(rows: int) -> int:
+    most = ROWS[-1]
+    return next((count for count in ROWS if count >= rows), -(-rows // most) * most)

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+# What a block is, as a byte: free, cached or pinned while no sequence refers to it, else HELD and one for each further
+# sequence that shares it, up to MOST. LOADING is held, too: its content is on its way from a colder tier.
+FREE, CACHED, PINNED, HELD = range(4)
+MOST, LOADING = 254, 255
+
 
 @dataclass(frozen=True)
 class PoolStats:

@@ -10,23 +10,36 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from . import device
 from .attention import LayerKV, choose
 from .figures import KVStats
 from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
-from .layout import Layout, Leaf
+from .layout import Group, Layout, Leaf
 from .pool import IntegrityError, Pool
+from .pool.blocks import make_states
 from .pool.sequence import Sequence, State
 from .step import Step
 
 
 class KVMemory:
-    def __init__(self, layout: Layout, blocks: tuple[int, ...], block_size: int, chunk: int) -> None:
-        """Allocates pools of `blocks[g]` blocks for group g; prefill steps are of at most `chunk` tokens."""
-        self.layout, self.block_size, self.chunk = layout, block_size, chunk
-        self.pools = [Pool(group, count, block_size) for group, count in zip(layout.groups, blocks, strict=True)]
-        self._holder, self._device = StepHolder(), device.kind()
+    # Whether the model is one rank's shard (`onekv.parallel`). Its graphs contain collectives, which all ranks must
+    # start in the same order: nothing may be evaluated while a graph is built, and nothing outside of MLX.
+    sharded = False
+
+    def __init__(
+        self, layout: Layout, blocks: tuple[int, ...], block_size: int, chunk: int, kernels: bool = True
+    ) -> None:
+        """Allocates pools of `blocks[g]` blocks for group g; prefill steps are of at most `chunk` tokens.
+
+        Without `kernels`, only operations of MLX compute.
+        """
+        self.layout, self.block_size, self.chunk, self.kernels = layout, block_size, chunk, kernels
+        # Why kernels that support this device are not used, each reason once.
+        self.unused_kernels: list[str] = []
+        self.pools = [self._pool(number, *each) for number, each in enumerate(zip(layout.groups, blocks, strict=True))]
+        self._holder, self.device = StepHolder(), device.kind()
         self._layers: list[PagedLayer] = []
         self.state_layers: list[StateCache] = []
         # The model's own argument: one cache per layer, in its order.
@@ -36,15 +49,22 @@ class KVMemory:
         # Whose recurrent states are in the layers, row by row.
         self._batch: list[Sequence] = []
 
+    def _pool(self, number: int, group: Group, blocks: int) -> Pool:
+        return Pool(group, blocks, self.block_size)
+
     def _make(self, leaf: Leaf) -> PagedLayer | StateCache:
         if leaf.group < 0:
             state = StateCache(len(self.layout.states[leaf.layer].parts))
             self.state_layers.append(state)
             return state
         pool = self.pools[leaf.group]
-        kv = LayerKV(pool.group.layers[leaf.layer], pool.layers[leaf.layer], self._holder.turns, self._device)
+        stored = pool.group.layers[leaf.layer], pool.layers[leaf.layer]
+        kv = LayerKV(*stored, self._holder.turns, self.device, self.kernels)
         kind = PagedLayer if pool.group.rule.chunk is None else ChunkedLayer
-        layer = kind(self._holder, leaf.group, kv, choose(kv, self.block_size))
+        query_heads = self.layout.query_heads
+        chosen, reasons = choose(kv, self.block_size, pool.group.rule, query_heads, eager=not self.sharded)
+        self.unused_kernels += [reason for reason in reasons if reason not in self.unused_kernels]
+        layer = kind(self._holder, leaf.group, kv, chosen)
         self._layers.append(layer)
         return layer
 
@@ -64,16 +84,18 @@ class KVMemory:
             self._drop_batch()
 
     @contextmanager
-    def step(self, sequences: list[Sequence], count: int | list[int]) -> Iterator[list[Any]]:
+    def step(self, sequences: list[Sequence], count: int | list[int], spread: bool = False) -> Iterator[list[Any]]:
         """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
 
         A list of counts is for rows of different lengths; the model is given rows as long as the longest, with any
-        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. If the
-        step is interrupted, the sequences are as they were and it can be made again.
+        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. With
+        `spread` the model is given a row for each token, those of one sequence after each other. If the step is
+        interrupted, the sequences are as they were and it can be made again.
         """
         counts = [count] * len(sequences) if isinstance(count, int) else count
         assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
-        step = Step(sequences, counts, self._previous)
+        assert not self.state_layers or not spread or max(counts) == 1, "a recurrent state has one token a step"
+        step = Step(sequences, counts, self._previous, spread)
         self._load_states(sequences)
         self._holder.step, self._holder.writes = step, False
         before = [list(layer.cache) for layer in self.state_layers]
@@ -92,6 +114,23 @@ class KVMemory:
         self._previous = step
         for sequence, added in zip(sequences, counts, strict=True):
             sequence.length += added
+
+    def run(
+        self,
+        model: Module,
+        tokens: mx.array,
+        sequences: list[Sequence],
+        counts: list[int],
+        spread: bool = False,
+        logits: bool = True,
+    ) -> mx.array:
+        """Call `model` on `tokens` in a step (see `step`) and return its logits, lazy.
+
+        `logits`: whether the caller is going to evaluate them; if not, it only evaluates what was stored.
+        """
+        with self.step(sequences, counts, spread) as caches:
+            out: mx.array = model(tokens, cache=caches)
+        return out
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Take back the last tokens of a sequence: `length` are left, not fewer than before its last step.
@@ -162,6 +201,10 @@ class KVMemory:
         return any(layer.eager for layer in self._layers)
 
     @property
+    def on_cpu(self) -> bool:
+        return self.device == "cpu"
+
+    @property
     def exact(self) -> bool:
         """Whether the KV is in float32, so that results agree to the last few bits."""
         dtypes = {layer.dtype for group in self.layout.groups for layer in group.layers}
@@ -185,6 +228,18 @@ class KVMemory:
         for sequence in sequences:
             sequence.states = []
         self._batch = list(sequences)
+
+    def keep_states(self, sequence: Sequence) -> list[State]:
+        """The recurrent states of an open sequence now, for `restore`."""
+        return self.states_of(sequence)
+
+    def restore(self, sequence: Sequence, states: list[State]) -> None:
+        """Let a sequence that has no states yet go on from those that `keep_states` or `make_states` gave."""
+        sequence.states = states
+
+    def make_states(self, data: memoryview) -> list[State]:
+        """Recurrent states from their bytes."""
+        return make_states(self.layout, data)
 
     def states_of(self, sequence: Sequence) -> list[State]:
         """The recurrent states of an open sequence now: immutable arrays, which may be kept."""
@@ -216,6 +271,9 @@ class KVMemory:
         layers: int = sum(layer.nbytes for layer in self.state_layers)
         waiting = [part for s in self._open for state in s.states for part in state]
         return layers + sum(part.nbytes for part in waiting if part is not None)
+
+    def close_all(self) -> None:
+        """The engine is closed: there will be no more steps."""
 
     def stats(self) -> KVStats:
         pools = tuple(pool.stats() for pool in self.pools)

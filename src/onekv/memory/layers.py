@@ -46,6 +46,8 @@ class PagedLayer(Attends):
         self.attended = False
         self.eager = any(backend.eager for backend in backends)
         self.stores = any(backend.stores for backend in backends)
+        # Whether nobody has put another backend before OneKV's own.
+        self.stock = all(type(backend).__module__.startswith(__package__) for backend in backends)
 
     @property
     def _step(self) -> GroupStep:
@@ -65,11 +67,12 @@ class PagedLayer(Attends):
         self._fetched, self.attended = None, False
         self._unwritten = (keys, values)
         stand_in = self.direct and step.count == 1
-        if not (stand_in and self.stores):
+        stores = step.recorder or any(backend.stores_in(step) for backend in self._backends)
+        if not (stand_in and stores):
             self._write()
         if stand_in:
             self._fetched = self._stand_ins()
-        elif self.kv.layer.plain and step.alone and step.lengths[0] == 0:
+        elif self.kv.layer.plain and step.fresh:
             # What is stored is what came, and all there is.
             self._fetched = (keys, values)
         else:
@@ -89,8 +92,9 @@ class PagedLayer(Attends):
             self._unwritten = None
 
     def keys_and_values(self) -> Pair:
-        """What the last update gave; models that share one layer's KV with later layers ask for it."""
-        assert self._fetched is not None, "keys_and_values before an update"
+        """What the last update gave, read again if it was dropped; models that share KV between layers ask for it."""
+        if self._fetched is None:
+            self._fetched = self.kv.read_plain(self._step)
         return self._fetched
 
     @property
@@ -125,9 +129,15 @@ class PagedLayer(Attends):
             return self._by_stock(queries, scale, mask, sinks)
         call = Call(step, queries, scale, mask, sinks)
         if step.count > 1 or step.rule.chunk is not None:
-            return self._backends[0].chunk(call, fetched)
+            read = self._backends[0].chunk(call, fetched)
+            # May be a copy, already evaluated: kept until the step ends, the copies of all layers would exist at once.
+            self._fetched = None
+            return read
+        if step.recorder is not None:
+            new, self._unwritten = self._unwritten, None
+            return step.recorder(self, call, new)
         for backend in self._backends:
-            if not backend.stores:
+            if not backend.stores_in(step):
                 self._write()
             out = backend.decode(call, self._unwritten)
             if out is not None:

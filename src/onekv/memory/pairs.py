@@ -15,17 +15,14 @@ import numpy as np
 from .formats.centre import Rope
 from .pool import Pool
 from .pool.table import Table
-from .work import Segment, Work, find_segments, make_work, rounded
+from .work import Kernel, Segment, Work, find_segments, make_work, rounded
 
 # A position no query reads: beyond all of them.
 NOWHERE = 2**30
-# Thread blocks to start: three for each of the 132 multiprocessors of the chip this was measured on.
-THREAD_BLOCKS = 396
 # Tokens that a thread block reads, at least.
 LEAST = 256
-# Tokens that several rows begin with, from which on they are read together; 0: each row reads for itself. Off: joining
-# what all rows got of a shared prefix takes longer than is saved, unless there are very many (benchmarks/).
-SHARED = 0
+# Tokens that several rows begin with, from which on they are read together; 0: each row reads for itself.
+SHARED = 256
 
 Made = TypeVar("Made")
 Matrices = tuple[mx.array, mx.array, mx.array]
@@ -44,27 +41,40 @@ class Grid:
         self._ids, self._base, self._counts = ids, base, counts
         self._pool, self.block_size, self._blocks = pool, pool.block_size, pool.blocks
         self._from_start = from_start
+        # Of each row, the first so many blocks may be read together with other rows.
+        self._shareable = counts.copy()
         # Of the tables it was made from: stale when that has changed.
         self.key: list[tuple[Table, int]] = []
         self._matrices: dict[int, Matrices] = {}
-        self._works: dict[tuple[int, int], Work] = {}
+        self._works: dict[tuple[Kernel, int], Work] = {}
+        self._wide: dict[int, tuple[mx.array, mx.array]] = {}
         self._turns: dict[tuple[Rope, int], mx.array] = {}
         self._derived: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, tables: list[Table]) -> "Grid":
+    def of(cls, tables: list[Table], lengths: list[int]) -> "Grid":
         pool, live = tables[0].pool, [table.live() for table in tables]
         ids = [[table.blocks[i] for i in indices] for table, indices in zip(tables, live, strict=True)]
         base = [np.array(indices) * pool.block_size for indices in live]
         # Rows whose windows have moved on do not begin with the same blocks.
         grid = cls(*_padded(ids, base), pool, tables[0].rule.span is None)
         grid.key = _key(tables)
+        firsts: dict[int, int] = {}
+        for row, table in enumerate(tables):
+            if id(table) in firsts:
+                # Both are tokens of one sequence, of which the first does not see all that the other does.
+                own = firsts[id(table)]
+                grid._shareable[[own, row]] = lengths[own] // pool.block_size
+            else:
+                firsts[id(table)] = row
         return grid
 
     def segments(self, least: int) -> list[Segment]:
         """Blocks that several rows begin with, `least` tokens or more, and what each row has of its own."""
         blocks = max(1, least // self.block_size)
-        return find_segments(self._ids, self._counts, blocks) if self._from_start and len(self._ids) > 1 else []
+        if not self._from_start or len(self._ids) == 1:
+            return []
+        return find_segments(self._ids, self._counts, blocks, self._shareable)
 
     def part(self, firsts: list[int]) -> "Grid":
         """Without the first so many blocks of each row."""
@@ -124,12 +134,14 @@ class Grid:
             self._turns[rope, dim] = table.reshape(len(self._ids), -1, dim)
         return self._turns[rope, dim]
 
-    @cached_property
-    def wide(self) -> tuple[mx.array, mx.array]:
-        """`ids` and `base` with more padding: in a shape that stays while rows grow."""
-        more = ((0, 0), (0, rounded(self._ids.shape[1]) - self._ids.shape[1]))
-        base = np.pad(self._base, more, constant_values=NOWHERE)
-        return mx.array(np.pad(self._ids, more, "edge")), mx.array(base)
+    def wide(self, rows: int) -> tuple[mx.array, mx.array]:
+        """`ids` and `base` with more padding: `rows` rows, and a width that stays while they grow."""
+        if rows not in self._wide:
+            count, width = self._ids.shape
+            more = ((0, rows - count), (0, rounded(width) - width))
+            base = np.pad(self._base, more, constant_values=NOWHERE)
+            self._wide[rows] = mx.array(np.pad(self._ids, more, "edge")), mx.array(base)
+        return self._wide[rows]
 
     @property
     def ragged(self) -> bool:
@@ -159,15 +171,16 @@ class Grid:
             self._matrices[heads] = (mx.array(query), mx.array(block), mx.array(pair))
         return self._matrices[heads]
 
-    def work(self, heads: int, most: int) -> Work:
-        """For the CUDA kernels, of layers with so many KV heads; at most so many rows read shared blocks together."""
-        if (heads, most) not in self._works:
-            size = self.block_size
-            shared = SHARED // size if self._from_start and most > 1 else 0
-            self._works[heads, most] = make_work(
-                self._ids, self._base, self._counts, THREAD_BLOCKS // heads, LEAST // size, shared, most
+    def work(self, kernel: Kernel, rows: int | None = None) -> Work:
+        """For the CUDA kernels. With `rows`, there are that many: those behind the grid's own are padding."""
+        rows = rows or len(self._ids)
+        if (kernel, rows) not in self._works:
+            size, padding = self.block_size, rows - len(self._ids)
+            shared = SHARED // size if self._from_start else 0
+            self._works[kernel, rows] = make_work(
+                self._ids, self._base, self._counts, kernel, LEAST // size, shared, padding
             )
-        return self._works[heads, most]
+        return self._works[kernel, rows]
 
 
 class PairList:
@@ -224,9 +237,9 @@ def _padded(ids: Sequence[Row], base: Sequence[Row]) -> tuple[Integers, Integers
     return all_ids, all_base, counts
 
 
-def make_grid(tables: list[Table], previous: Grid | None) -> Grid:
+def make_grid(tables: list[Table], lengths: list[int], previous: Grid | None) -> Grid:
     """The grid of `tables`; `previous` if they still hold the same blocks."""
-    return previous if previous is not None and previous.key == _key(tables) else Grid.of(tables)
+    return previous if previous is not None and previous.key == _key(tables) else Grid.of(tables, lengths)
 
 
 def _key(tables: list[Table]) -> list[tuple[Table, int]]:

@@ -5,14 +5,20 @@ width, `count`, the most of them; what it is given behind a row's own tokens is 
 what it makes of that is for nobody. For one sequence `offset` is a plain int (some models need that); for several it is
 an array with one position per row.
 
+A step that is `spread` makes every new token a row of its own, with one token, at its own position: what decodes one
+token of each of several sequences then decodes several tokens of one. Rows of one sequence have the same table; all of
+them are stored before the first one reads, and each reads up to its own position.
+
 Reading is described by slots, the columns of a pool array. For one sequence they are exactly what the queries of this
 step may read, in order of position, without padding:
 
     positions   [0, keep)  [first, length + count)        first = what the rule lets the first query read
 
-For several sequences each row is its blocks, padded with its last block to the longest row, and masked.
+For several sequences each row is its blocks, padded with its last block to the longest row, and masked. Where nothing
+is stored yet of any of them (`fresh`), they read as one does: the tokens of the step, each those before it.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -44,12 +50,17 @@ class GroupStep:
         self.block_size = tables[0].pool.block_size
         # Whether it is of one sequence, whose position is a plain number.
         self.alone = len(tables) == 1
+        # Whether some of its rows are tokens of one sequence, which read what the others of these store.
+        self.repeated = len(set(map(id, tables))) < len(tables)
         # The grid of an earlier step, which may still be right, and that of this one once it is used.
         self._previous = previous
         self.used_grid: Grid | None = None
         self._masks: dict[int, tuple[mx.array, int | None]] = {}
+        # Takes the place of attention where the model is only traced.
+        self.recorder: Callable[..., mx.array] | None = None
         self._bias: dict[tuple[int | None, mx.Dtype, int], mx.array] = {}
         self._stand_ins: dict[tuple[int, int], mx.array] = {}
+        self._angles: dict[Any, mx.array] = {}
 
     @property
     def offset(self) -> int | mx.array:
@@ -60,6 +71,28 @@ class GroupStep:
     def positions(self) -> mx.array:
         """Each row's position, [rows]."""
         return mx.array(np.array(self.lengths, np.int32))
+
+    def angles(self, dims: int, how: dict[str, Any]) -> mx.array:
+        """Cosines and sines by which `mx.fast.rope(x, dims, **how)` turns rows of one token: [rows, dims], float32.
+
+        They are what it makes of pairs of 1 and 0; all layers of a step that turn alike share them.
+        """
+        key = (dims, *(id(how[name]) if isinstance(how[name], mx.array) else how[name] for name in sorted(how)))
+        if key not in self._angles:
+            units = np.zeros((len(self.tables), 1, 1, dims), np.float32)
+            units[..., slice(0, dims, 2) if how["traditional"] else slice(0, dims // 2)] = 1
+            self._angles[key] = mx.fast.rope(mx.array(units), dims, **how).reshape(-1, dims)
+        return self._angles[key]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether all that a prompt's queries read is new: the first chunk of one sequence, or of each of several."""
+        return bool(self.lengths) and not any(self.lengths) and (self.alone or self.count > 1)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows read the same positions, so that nothing need be hidden from one that another reads."""
+        return self.alone or self.fresh
 
     @property
     def end(self) -> int:
@@ -94,6 +127,11 @@ class GroupStep:
         ]
         return mx.array(np.array(slots, np.int32)[None, :, None])
 
+    @property
+    def row_slots(self) -> mx.array:
+        """Rows of one token: where each goes, [rows]."""
+        return self.new_slots.reshape(-1)
+
     @cached_property
     def new_tokens(self) -> mx.array | None:
         """Several sequences: which of the [rows * count] tokens that the model is given are real; None: all are."""
@@ -125,7 +163,7 @@ class GroupStep:
     @cached_property
     def grid(self) -> Grid:
         """The blocks that the step reads."""
-        self.used_grid = make_grid(self.tables, self._previous)
+        self.used_grid = make_grid(self.tables, self.lengths, self._previous)
         return self.used_grid
 
     @property
@@ -135,7 +173,9 @@ class GroupStep:
 
     @cached_property
     def cut(self) -> slice | mx.array:
-        """One sequence: which of the gathered slots are read."""
+        """Rows that are alike: which of the gathered slots are read."""
+        if self.fresh:
+            return slice(0, self.count)
         positions = self.grid.positions(0)
         end = self.lengths[0] + self.count
         kept = min(self.rule.keep, self.first)
@@ -160,7 +200,8 @@ class GroupStep:
 
     def make_mask(self, window: int | None, return_array: bool) -> mx.array | str | None:
         """The mask for what `read` gives: as mlx-lm's caches would, but equal however a prompt is cut into chunks."""
-        if self.alone:
+        if self.alike:
+            # What is behind a row's own tokens is later than they are: causality hides it.
             position, end = self.lengths[0], self.lengths[0] + self.count
             spans = [w for w in (window, self.rule.window) if w is not None]
             if self.count == 1 and (window is None or end - self.first <= window):
@@ -216,15 +257,26 @@ class GroupStep:
 
 
 class Step:
-    """Each of `sequences` gets so many of `counts` new tokens; makes room for them."""
+    """Each of `sequences` gets so many of `counts` new tokens; makes room for them.
 
-    def __init__(self, sequences: list[Sequence], counts: list[int], previous: "Step | None" = None) -> None:
-        self.sequences = sequences
-        lengths = [sequence.length for sequence in sequences]
+    `rows` says whose each row of the step is, `lengths` at which position its first token is, and `counts` how many
+    of its tokens are real.
+    """
+
+    def __init__(
+        self, sequences: list[Sequence], counts: list[int], previous: "Step | None" = None, spread: bool = False
+    ) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.advance(count)
+        self.rows, self.lengths = sequences, [sequence.length for sequence in sequences]
+        if spread:
+            pairs = list(zip(sequences, counts, strict=True))
+            self.rows = [sequence for sequence, count in pairs for _ in range(count)]
+            self.lengths = [sequence.length + i for sequence, count in pairs for i in range(count)]
+            counts = [1] * len(self.rows)
+        self.counts = counts
         self.groups: list[GroupStep] = []
         for g in range(len(sequences[0].tables)):
-            tables = [sequence.tables[g] for sequence in sequences]
+            tables = [row.tables[g] for row in self.rows]
             grid = previous.groups[g].used_grid if previous is not None else None
-            self.groups.append(GroupStep(tables, lengths, counts, grid))
+            self.groups.append(GroupStep(tables, self.lengths, counts, grid))

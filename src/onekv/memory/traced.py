@@ -2,7 +2,8 @@
 
 Positions, blocks and work are inputs of the function, and so are the pool's arrays: a compiled function that kept one
 as a constant would make the next write copy it. What else a step knows follows from the shapes of its inputs, so the
-function serves every step of these shapes (`GroupShape`). A traced step has no numbers: whoever asks for one, or writes
+function serves every step of these shapes (`GroupShape`). Rows are rounded up, too: those of padding have position -1,
+where nothing is read or stored. A traced step has no numbers: whoever asks for one, or writes
 to the pool by an operation of MLX, cannot be compiled, and gets Untraceable.
 """
 
@@ -15,10 +16,10 @@ import mlx.core as mx
 from .attention.turns import UNIT
 from .pairs import slot_positions
 from .step import GroupStep, Step
-from .work import Shape, Work
+from .work import Kernel, Shape, Work
 
-# Which works the layers of a group ask for: KV heads, and rows in a piece.
-Keys = list[tuple[int, int]]
+# The kernels whose works the layers of a group ask for.
+Keys = list[Kernel]
 # The ids and base of `Grid.wide`, and the tables of works.
 Inputs = tuple[mx.array, mx.array, list[mx.array]]
 
@@ -56,19 +57,23 @@ class TracedGrid:
     def all_positions(self) -> mx.array:
         return slot_positions(self.base, self.block_size).reshape(self.base.shape[0], -1)
 
-    def work(self, heads: int, most: int) -> Work:
-        if (heads, most) not in self._keys:
-            self._keys.append((heads, most))
+    def work(self, kernel: Kernel, rows: int | None = None) -> Work:
+        if kernel not in self._keys:
+            self._keys.append(kernel)
             raise KeyAdded
-        return self._works[self._keys.index((heads, most))]
+        return self._works[self._keys.index(kernel)]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(f"a layer needs the {name} of a step")
 
 
 class TracedGroup(GroupStep):
+    """A group's part of a step of as many rows as `positions` has: those behind the group's own are padding."""
+
     def __init__(self, group: GroupStep, positions: mx.array, inputs: Inputs, shape: GroupShape, keys: Keys) -> None:
-        super().__init__(group.tables, [], group.counts, None)
+        padding = len(positions) - len(group.tables)
+        super().__init__(group.tables + group.tables[-1:] * padding, [], group.counts + [1] * padding, None)
+        self.repeated = group.repeated
         self.alone, self.positions, self._end = False, positions, shape.end
         self.grid = TracedGrid(inputs, shape, keys, self.block_size)  # type: ignore[assignment]
 
@@ -80,6 +85,14 @@ class TracedGroup(GroupStep):
     def first(self) -> int:
         raise Untraceable("the model asks for the first position that a step reads")
 
+    @cached_property
+    def row_slots(self) -> mx.array:
+        begin, at = self.grid.base, self.positions[:, None]
+        here = (begin <= at) & (at < begin + self.block_size)
+        slots = self.grid.ids.astype(mx.int32) * self.block_size + at - begin
+        # -1 for padding, which is nowhere.
+        return mx.where(here, slots + 1, 0).sum(axis=1) - 1
+
     @property
     def new_slots(self) -> mx.array:
         raise Untraceable("what is new is stored by an operation of MLX")
@@ -87,12 +100,12 @@ class TracedGroup(GroupStep):
 
 class TracedStep(Step):
     def __init__(self, step: Step, groups: list[TracedGroup]) -> None:
-        self.sequences, self.groups = step.sequences, list(groups)
+        self.rows, self.lengths, self.counts, self.groups = step.rows, step.lengths, step.counts, list(groups)
 
 
-def inputs_of(group: GroupStep, keys: Keys) -> tuple[Inputs, GroupShape]:
-    """What a compiled function is given of a group, and what of that decides which function it is."""
-    ids, base = group.grid.wide
-    works = [group.grid.work(*key) for key in keys]
+def inputs_of(group: GroupStep, keys: Keys, rows: int) -> tuple[Inputs, GroupShape]:
+    """What a compiled function of `rows` rows is given of a group, and what of that decides which function it is."""
+    ids, base = group.grid.wide(rows)
+    works = [group.grid.work(key, rows) for key in keys]
     shape = GroupShape(ids.shape, tuple(work.shape for work in works), -(-group.end // UNIT) * UNIT)
     return (ids, base, [work.table for work in works]), shape

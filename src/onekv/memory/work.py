@@ -13,7 +13,8 @@ parts. As one array of integers:
     order           parts, row by row
 
 The array's length and the numbers of pieces and of parts are rounded up: a function that was compiled for them serves
-while sequences grow. Pieces beyond the real ones are to be skipped.
+while sequences grow. Pieces beyond the real ones are to be skipped. So is the number of rows: each row of padding has a
+piece of its own, over a block that it does not read.
 """
 
 from dataclasses import dataclass
@@ -27,12 +28,34 @@ HEADER, PIECE = 8, 5
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """What work depends on besides the blocks: for whom it is cut."""
+
+    # Of the layer: each KV head is a launch of its own.
+    heads: int
+    # Rows that may be in one piece.
+    most: int
+    # Thread blocks that the device runs at a time, where each row reads for itself and where rows read together.
+    alone: int
+    together: int
+    # How much longer a piece of `most` rows takes than one of a single row.
+    heaviest: int
+
+    def weight(self, rows: int) -> int:
+        """How much longer a piece of so many rows takes. Its queries are in one, two or four tiles."""
+        tiles = 4 if 2 * rows > self.most else 2 if 4 * rows > self.most else 1
+        return max(1, self.heaviest * tiles // 4) if rows > 1 else 1
+
+
+@dataclass(frozen=True)
 class Shape:
     """What of a `Work` a compiled function depends on."""
 
     length: int
     pieces: int
     parts: int
+    # Whether any piece is of several rows.
+    together: bool
 
 
 @dataclass(frozen=True)
@@ -50,15 +73,19 @@ class Segment:
     end: int
 
 
-def find_segments(ids: Integers, counts: Integers, least: int) -> list[Segment]:
-    """All blocks of all rows, each row's in order; what several rows share is one segment where it is `least` long."""
+def find_segments(ids: Integers, counts: Integers, least: int, shareable: Integers | None = None) -> list[Segment]:
+    """All blocks of all rows, each row's in order; what several rows share is one segment where it is `least` long.
+
+    Only the first `shareable` blocks of a row may be in a segment with others; without it, all may.
+    """
     found: list[Segment] = []
+    ends = counts if shareable is None else shareable
 
     def divide(rows: list[int], first: int) -> None:
         if len(rows) == 1:
             found.append(Segment(rows, first, int(counts[rows[0]])))
             return
-        shortest = int(counts[rows].min())
+        shortest = int(ends[rows].min())
         equal = (ids[rows, first:shortest] == ids[rows[0], first:shortest]).all(axis=0)
         end = first + (len(equal) if equal.all() else int(equal.argmin()))
         if end - first >= least:
@@ -67,7 +94,7 @@ def find_segments(ids: Integers, counts: Integers, least: int) -> list[Segment]:
         # Some of them may share more.
         further: dict[int, list[int]] = {}
         for row in rows:
-            further.setdefault(int(ids[row, end]) if end < counts[row] else -1 - row, []).append(row)
+            further.setdefault(int(ids[row, end]) if end < ends[row] else -1 - row, []).append(row)
         for some in further.values():
             if first < counts[some[0]]:
                 divide(some, first)
@@ -76,31 +103,36 @@ def find_segments(ids: Integers, counts: Integers, least: int) -> list[Segment]:
     return found
 
 
-def make_work(ids: Integers, base: Integers, counts: Integers, pieces: int, least: int, shared: int, most: int) -> Work:
-    """Pieces of about as many blocks each, about `pieces` of them, but none of fewer than `least` blocks.
+def make_work(
+    ids: Integers, base: Integers, counts: Integers, kernel: Kernel, least: int, shared: int, padding: int = 0
+) -> Work:
+    """As many pieces as the device runs at a time, or a multiple of that, which take about as long as each other; of
+    one row, none of fewer than `least` blocks.
 
     `ids` and `base` are [rows, blocks of the longest], of which the first `counts` count. Of blocks that several rows
-    begin with, `shared` at least are read together, by at most `most` rows in one piece; 0: each row reads its own.
+    begin with, `shared` at least are read together; 0: each row reads its own. Behind these rows come `padding` ones,
+    which read nothing.
     """
-    rows = range(len(ids))
-    if shared and len(ids) > 1:
+    if shared and kernel.most > 1 and len(ids) > 1:
         segments = find_segments(ids, counts, shared)
     else:
-        segments = [Segment([row], 0, int(counts[row])) for row in rows]
+        segments = [Segment([row], 0, int(counts[row])) for row in range(len(ids))]
     jobs = [
-        Segment(segment.rows[start : start + most], segment.first, segment.end)
+        Segment(segment.rows[start : start + kernel.most], segment.first, segment.end)
         for segment in segments
-        for start in range(0, len(segment.rows), most)
+        for start in range(0, len(segment.rows), kernel.most)
     ]
-    total = sum(job.end - job.first for job in jobs)
-    per = max(-(-total // pieces), least, 1)
+    weights = [kernel.weight(len(job.rows)) for job in jobs]
+    at_a_time = kernel.together if any(len(job.rows) > 1 for job in jobs) else kernel.alone
+    lengths = np.array([(job.end - job.first) * weight for job, weight in zip(jobs, weights, strict=True)])
+    per = _share(lengths, max(1, at_a_time // kernel.heads), max(1, least))
     made: list[tuple[int, int, int, int, int]] = []
     row_list: list[int] = []
-    parts_of: list[list[int]] = [[] for _ in rows]
+    parts_of: list[list[int]] = [[] for _ in range(len(ids) + padding)]
     blocks = parts = 0
-    for job in jobs:
+    for job, weight in zip(jobs, weights, strict=True):
         length = job.end - job.first
-        cuts = -(-length // per)
+        cuts = min(length, -(-length * weight // per))
         for cut in range(cuts):
             start, end = length * cut // cuts, length * (cut + 1) // cuts
             made.append((blocks + start, end - start, len(row_list), len(job.rows), parts))
@@ -109,6 +141,11 @@ def make_work(ids: Integers, base: Integers, counts: Integers, pieces: int, leas
             parts += len(job.rows)
         row_list += job.rows
         blocks += length
+    for row in range(len(ids), len(ids) + padding):
+        made.append((0, 1, len(row_list), 1, parts))
+        parts_of[row].append(parts)
+        row_list.append(row)
+        parts += 1
     return _pack(
         made,
         row_list,
@@ -116,6 +153,20 @@ def make_work(ids: Integers, base: Integers, counts: Integers, pieces: int, leas
         np.concatenate([base[job.rows[0], job.first : job.end] for job in jobs]),
         parts_of,
     )
+
+
+def _share(lengths: Integers, pieces: int, least: int) -> int:
+    """The smallest length of a piece, from `least` on, with which there are no more than `pieces`, or than the multiple
+    of that which is needed: a few pieces more would have the device to themselves when all others have ended."""
+    pieces *= -(-len(lengths) // pieces)
+    low, high = max(least, -(-int(lengths.sum()) // pieces)), max(least, int(lengths.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if int((-(-lengths // middle)).sum()) <= pieces:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _pack(
@@ -129,7 +180,8 @@ def _pack(
     ranges = np.cumsum([0, *map(len, parts_of)])
     fields = [np.array(pieces).reshape(-1), np.array(rows), ids, base, ranges, np.array(order)]
     starts = HEADER + np.cumsum([len(field) for field in fields])
-    shape = Shape(rounded(int(starts[-1])), rounded(len(pieces)), rounded(len(order)))
+    together = any(piece[3] > 1 for piece in pieces)
+    shape = Shape(rounded(int(starts[-1])), rounded(len(pieces)), rounded(len(order)), together)
     header = [len(pieces), *starts[:5], shape.parts, 0]
     table = np.zeros(shape.length, np.int32)
     table[: starts[-1]] = np.concatenate([header, *fields])

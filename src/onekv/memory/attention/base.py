@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..device import Kind
 from ..hook import Mask, stock_attention
-from ..layout import KVLayer
+from ..layout import KVLayer, Rule
 from ..step import GroupStep
 from .chunk import chunk_attention
 from .layer import LayerKV, Pair
@@ -37,10 +37,14 @@ class Call(NamedTuple):
 
 
 class Backend(ABC):
+    # Whether it computes by a kernel or loops of its own: those are left out with `--kernels off`.
+    kernel: ClassVar[bool] = False
     # Whether decode steps compute this layer while the model is called, not when the step is evaluated.
     eager: ClassVar[bool] = False
     # Whether `decode` stores the step's tokens; if not, they are stored before it is called.
     stores: ClassVar[bool] = False
+    # Whether it does so also where rows are tokens of one sequence (`GroupStep.repeated`), before the first row reads.
+    stores_several: ClassVar[bool] = False
 
     def __init__(self, kv: LayerKV) -> None:
         self.kv = kv
@@ -50,6 +54,15 @@ class Backend(ABC):
     def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
         """Whether it can attend over a layer that is stored like this, in blocks of this size."""
 
+    @classmethod
+    def why_not(cls, layer: KVLayer, block_size: int, rule: Rule, query_heads: int) -> str | None:
+        """Why it is not used for a layer that it supports; None if it is.
+
+        Called when a model is loaded, for backends that have to prove themselves on the device. `query_heads` is the
+        largest number of query heads in the model.
+        """
+        return None
+
     @abstractmethod
     def decode(self, call: Call, new: Pair | None) -> mx.array | None:
         """Attention of one query token per row over all that its row reads; None, and nothing done, if it cannot.
@@ -58,6 +71,10 @@ class Backend(ABC):
         chunks do not come here.
         """
 
+    def stores_in(self, step: GroupStep) -> bool:
+        """Whether `decode` stores the tokens of this step."""
+        return self.stores_several if step.repeated else self.stores
+
     def chunk(self, call: Call, fetched: Pair) -> mx.array:
         """Attention of a piece of a prompt; `fetched` is what the step reads as the model would have stored it."""
         kv, step = self.kv, call.step
@@ -65,7 +82,7 @@ class Backend(ABC):
         queries = kv.keys.rotate(call.queries)
         ours = kv.device == "cpu" and call.sinks is None and step.alone
         if ours and queries.dtype == keys.dtype == mx.float32:
-            out = chunk_attention(queries, keys, values, call.scale, call.mask)
+            out = chunk_attention(queries, keys, values, call.scale, call.mask, kv.kernels)
         else:
             out = stock_attention(queries, keys, values, None, scale=call.scale, mask=call.mask, sinks=call.sinks)
         return kv.values.unrotate(out)

@@ -18,10 +18,13 @@ Pair = tuple[mx.array, mx.array]
 
 
 class LayerKV:
-    """`arrays` are its own, here and nowhere else; `turns` are shared with the other layers of the model."""
+    """`arrays` are its own, here and nowhere else; `turns` are shared with the other layers of the model.
 
-    def __init__(self, layer: KVLayer, arrays: LayerArrays, turns: Turns, device: Kind) -> None:
-        self.layer, self.arrays, self.turns, self.device = layer, arrays, turns, device
+    Without `kernels`, only operations of MLX read and write it.
+    """
+
+    def __init__(self, layer: KVLayer, arrays: LayerArrays, turns: Turns, device: Kind, kernels: bool = True) -> None:
+        self.layer, self.arrays, self.turns, self.device, self.kernels = layer, arrays, turns, device, kernels
         # Their codecs.
         self.keys, self.values = layer.keys, layer.values
 
@@ -74,7 +77,7 @@ def _centres(step: GroupStep, centre: Centre) -> mx.array:
     turned = centre.rows(step.grid.base.reshape(-1), rows * blocks, step.block_size)
     turned = turned.reshape(rows, blocks, heads, step.block_size, dim).swapaxes(1, 2)
     turned = turned.reshape(rows, heads, -1, dim)
-    return turned[:, :, step.cut] if rows == 1 else turned
+    return turned[:, :, step.cut] if step.alike else turned
 
 
 def write(step: GroupStep, pool: mx.array, new: mx.array) -> mx.array:
@@ -105,4 +108,4 @@ def gather(step: GroupStep, array: mx.array, cut: bool = True) -> mx.array:
         head = mx.arange(heads, dtype=mx.uint32)[None, :, None]
         flat = array.reshape(heads * blocks, step.block_size * width)
         rows = flat[head * blocks + ids[:, None, :]].reshape(shape)
-    return rows[:, :, step.cut] if cut and step.alone else rows
+    return rows[:, :, step.cut] if cut and step.alike else rows

@@ -1,11 +1,11 @@
 """KV formats: how keys and values are stored in the pool, and so on disk.
 
     auto                     the layer's own dtype
-    q8, q4                   rotated, then `mx.quantize`: 8 or 4 bits
+    q8, q6, q5, q4           rotated, then `mx.quantize`: 8, 6, 5 or 4 bits
     tq4, tq3, tq2            TurboQuant: 4, 3 or 2 bits
 
 One name stands for keys and values both. For different ones, k and v come before each: `kq8vq4`, `ktq4vtq2`,
-`kautovq8`; a bare number means q, so `k8v4` is `kq8vq4`.
+`kautovq8`; a bare number means q, so `k8v4` is `kq8vq4`. `compared` has those that tables show.
 
 A format is a name and what makes its codec (`register`); base.py has the contract of a codec.
 """
@@ -23,7 +23,20 @@ from .affine import Affine
 from .base import Codec, Codes, Factors, Plain, Plane
 from .turbo import Turbo
 
-__all__ = ["PLAIN", "Codec", "Codes", "Factors", "KVFormat", "Plain", "Plane", "names", "parse", "register"]
+__all__ = [
+    "PLAIN",
+    "Codec",
+    "Codes",
+    "Factors",
+    "KVFormat",
+    "Plain",
+    "Plane",
+    "compared",
+    "larger",
+    "names",
+    "parse",
+    "register",
+]
 
 AUTO = "auto"
 # From the dim of a row, the layer's dtype, and whether it is for keys. Raises UnsupportedLayerError for other dims.
@@ -32,7 +45,7 @@ Make = Callable[[int, mx.Dtype, bool], Codec]
 
 class Format(NamedTuple):
     make: Make
-    # Per number: centres of keys are taken off where they are at most 4, with less than 4 there is a warning.
+    # Per number: centres of keys are taken off where they are at most 6, with less than 4 there is a warning.
     bits: int
 
 
@@ -50,8 +63,15 @@ def names() -> tuple[str, ...]:
     return tuple(registered)
 
 
+def compared() -> tuple[str, ...]:
+    """What tables and benchmarks show: all formats, and the pairs of them that are worth their bytes."""
+    return (*registered, "k8v4", "k6v4", "k5v4")
+
+
 register(AUTO, lambda dim, dtype, for_keys: Plain(dim, dtype))
 register("q8", lambda dim, dtype, for_keys: Affine(8, dim), 8)
+register("q6", lambda dim, dtype, for_keys: Affine(6, dim), 6)
+register("q5", lambda dim, dtype, for_keys: Affine(5, dim), 5)
 register("q4", lambda dim, dtype, for_keys: Affine(4, dim), 4)
 register("tq4", lambda dim, dtype, for_keys: Turbo(4, dim, unbiased=for_keys), 4)
 register("tq3", lambda dim, dtype, for_keys: Turbo(3, dim, unbiased=for_keys), 3)
@@ -79,7 +99,7 @@ class KVFormat:
     @property
     def centred(self) -> bool:
         """Whether the centre of keys is to be taken off: with 8 bits there is nothing to gain."""
-        return registered[self.key].bits <= 4
+        return registered[self.key].bits <= 6
 
     @property
     def warning(self) -> str | None:
@@ -88,7 +108,7 @@ class KVFormat:
             return None
         return (
             f"--kv-format {self} keeps keys in {bits} bits, which makes answers noticeably worse; "
-            "k8v4, q4 and tq4 are safer"
+            "k8v4, k5v4 and q4 are safer"
         )
 
     def __str__(self) -> str:
@@ -96,6 +116,19 @@ class KVFormat:
 
 
 PLAIN = KVFormat()
+# Those worth going to if another one is not good enough, smallest first.
+LADDER = ("tq2", "tq3", "q4", "k5v4", "k6v4", "k8v4", "q8", AUTO)
+
+
+def larger(kv_format: KVFormat) -> list[str]:
+    """Names of formats with more bits for keys or values, and fewer for neither; smallest first. Of plain, none."""
+
+    def bits(each: KVFormat) -> tuple[int, int]:
+        return registered[each.key].bits, registered[each.value].bits
+
+    keys, values = bits(kv_format)
+    ladder = [(name, *bits(parse(name))) for name in LADDER]
+    return [name for name, k, v in ladder if k >= keys and v >= values and k + v > keys + values]
 
 
 def parse(text: str) -> KVFormat:

@@ -1,7 +1,10 @@
-"""q8 and q4: rotated rows in `mx.quantize`'s affine form, code * scale + bias with one scale and bias per group.
+"""q8, q6, q5, q4: rotated rows in `mx.quantize`'s affine form, code * scale + bias with one scale and bias per group.
 
 A group is the whole row for dims 32, 64 and 128, so that the factors can be left to attention; else the largest of 128,
-64, 32 that divides dim. Bits per number: 8 or 4, and 32 / group (dim 64: 8.5 and 4.5; dim 128: 8.25 and 4.25).
+64, 32 that divides dim. Bits per number: 8, 6, 5 or 4, and 32 / group (dim 64: 8.5 and 4.5; dim 128: 8.25 and 4.25).
+
+Codes of 8 and 4 bits are packed by `mx.quantize`, those of 6 and 5 as two planes (`packing`): MLX puts eight codes of 5
+bits into five bytes, most of them across two, which neither vector instructions nor a lane of a GPU read well.
 
 Scales and biases are float16, not bfloat16: `mx.quantize` chooses codes for the exact scale, and rounding it to 8 bits
 afterwards moves q8's largest code by half a step. Rotated numbers are kept below float16's largest; keys that are
@@ -15,7 +18,7 @@ import mlx.core as mx
 
 from ...errors import UnsupportedLayerError
 from .base import Codec, Codes, Factors, Plane
-from .packing import lookup, pair_table
+from .packing import lookup, pack_planes, packed_bytes, pair_table, unpack_planes
 from .rotation import VERSION, rotation
 
 GROUPS = (128, 64, 32)
@@ -29,8 +32,10 @@ class Affine(Codec):
         self.group = group_size(bits, dim)
         self.name = f"q{bits}-g{self.group}-{VERSION}"
         groups = dim // self.group
+        self._in_planes = bits in (5, 6)
+        codes = Plane("q", packed_bytes(bits, dim), mx.uint8)
         self.planes = (
-            Plane("q", dim * bits // 32, mx.uint32),
+            codes if self._in_planes else Plane("q", codes.nbytes // 4, mx.uint32),
             Plane("scale", groups, mx.float16),
             Plane("bias", groups, mx.float16),
         )
@@ -39,11 +44,19 @@ class Affine(Codec):
 
     def encode(self, rows: mx.array) -> tuple[mx.array, ...]:
         rotated = mx.clip(self._rotation.apply(rows), -LARGEST, LARGEST).reshape(-1, self.dim)
-        encoded = mx.quantize(rotated, group_size=self.group, bits=self.bits)
+        codes, scale, bias = mx.quantize(rotated, group_size=self.group, bits=self.bits)
+        if self._in_planes:
+            codes = pack_planes(self._nearest(rotated, scale, bias), self.bits)
         return tuple(
             array.astype(plane.dtype).reshape(*rows.shape[:-1], plane.width)
-            for plane, array in zip(self.planes, encoded, strict=True)
+            for plane, array in zip(self.planes, (codes, scale, bias), strict=True)
         )
+
+    def _nearest(self, rotated: mx.array, scale: mx.array, bias: mx.array) -> mx.array:
+        """The codes that `mx.quantize` has chosen, a byte each."""
+        grouped = rotated.reshape(*scale.shape, self.group)
+        codes = mx.clip(mx.round((grouped - bias[..., None]) / scale[..., None]), 0, 2**self.bits - 1)
+        return codes.astype(mx.uint8).reshape(rotated.shape)
 
     def read(self, planes: Sequence[mx.array], dtype: mx.Dtype) -> mx.array:
         codes, scale, bias = planes
@@ -62,11 +75,15 @@ class Affine(Codec):
 
     def _codes(self, packed: mx.array, dtype: mx.Dtype) -> mx.array:
         """`mx.dequantize` takes 4 to 5 ns per number on CPU; a cast of bytes 0.4, a table of pairs 0.7."""
+        if self._in_planes:
+            return unpack_planes(packed, self.bits).astype(dtype)
         octets = packed.view(mx.uint8)
         return octets.astype(dtype) if self.bits == 8 else lookup(_nibbles(), octets, dtype)
 
     def weigh(self, weights: mx.array, planes: Sequence[mx.array]) -> mx.array | None:
         """MLX's own product: nearly as fast as with plain rows. (With queries and keys it is five times slower.)"""
+        if self._in_planes:
+            return None
         codes, scale, bias = planes
         factors = (scale.astype(weights.dtype), bias.astype(weights.dtype))
         return mx.quantized_matmul(weights, codes, *factors, transpose=False, group_size=self.group, bits=self.bits)

@@ -1,7 +1,7 @@
 """Finds the centres of a model's keys (`formats.centre`): one pass over a short text, with mlx-lm's own caches.
 
-While the model runs, `mx.fast.rope` is watched. Keys that a layer stores and that such a call has returned have the
-mean of what the call was given, and are turned like it; other keys have the mean of what is stored.
+While the model runs, `mx.fast.rope` is watched (`traces`). Keys that a layer stores and that such a call has returned
+have the mean of what the call was given, and are turned like it; other keys have the mean of what is stored.
 
 The text is short and of several kinds. It is not looked at again: whoever gives the same tokens to the same model gets
 the same centres, but for rounding, which moves what is put back as little as it moves everything else.
@@ -17,6 +17,7 @@ import mlx.core as mx
 import xxhash
 from mlx.nn.layers.base import Module
 
+from ...traces import Notes, Turned, watching
 from ..formats.centre import Centre, Rope
 from .reader import stock_caches
 from .types import KVLayer, Layout, Leaf
@@ -40,14 +41,16 @@ def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
     }
     if not wanted or len(tokens) < 2:
         return layout
-    found = _Watch(wanted)
-    with found.watching(), _watched(layout, model, found) as caches:
-        model(mx.array(list(tokens))[None], cache=caches)
-    mx.eval([mean for mean, _ in found.means.values()])
+    with watching() as notes:
+        means = _Means(wanted, notes)
+        with _watched(layout, model, means) as caches:
+            model(mx.array(list(tokens))[None], cache=caches)
+    found = means.by_leaf
+    mx.eval([mean for mean, _ in found.values()])
     name = xxhash.xxh3_64_hexdigest(repr(list(tokens)).encode())
 
     def centre(leaf: Leaf, layer: KVLayer) -> KVLayer:
-        return replace(layer, centre=Centre(*found.means[leaf], name)) if leaf in found.means else layer
+        return replace(layer, centre=Centre(*found[leaf], name)) if leaf in found else layer
 
     groups = tuple(
         replace(group, layers=tuple(centre(Leaf(g, i), layer) for i, layer in enumerate(group.layers)))
@@ -56,43 +59,28 @@ def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
     return replace(layout, groups=groups)
 
 
-class _Watch:
-    def __init__(self, wanted: set[Leaf]) -> None:
-        self._wanted = wanted
-        self.means: dict[Leaf, tuple[mx.array, Rope]] = {}
-        # What rope has returned since keys were last stored, what it was given, and how it was called.
-        self._turned: list[tuple[mx.array, mx.array, dict[str, Any]]] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        rope: Callable[..., mx.array] = mx.fast.rope
-
-        def watched(a: mx.array, dims: int, **how: Any) -> mx.array:
-            out = rope(a, dims, **how)
-            self._turned.append((out, a, {"dims": dims, **how}))
-            return out
-
-        mx.fast.rope = watched
-        try:
-            yield
-        finally:
-            mx.fast.rope = rope
+class _Means:
+    def __init__(self, wanted: set[Leaf], notes: Notes) -> None:
+        self._wanted, self._notes = wanted, notes
+        self.by_leaf: dict[Leaf, tuple[mx.array, Rope]] = {}
 
     def store(self, leaf: Leaf, keys: mx.array) -> None:
         """`keys` [1, heads, tokens, dim] are stored."""
         if leaf in self._wanted:
             rows, rope = keys, Rope()
-            for out, given, how in self._turned:
-                if out is keys and isinstance(how["offset"], int):
-                    rows, rope = given, _rope(how)
-            self.means[leaf] = (rows[0, :, 1:].astype(mx.float32).mean(axis=1), rope)
-        self._turned.clear()
+            turned = self._notes.turned(keys)
+            if turned is not None and isinstance(turned.how["offset"], int):
+                rows, rope = turned.x, _rope(turned)
+            self.by_leaf[leaf] = (rows[0, :, 1:].astype(mx.float32).mean(axis=1), rope)
+        # What was noted of this layer would be held until the last one is computed.
+        self._notes.clear()
 
 
-def _rope(how: dict[str, Any]) -> Rope:
+def _rope(turned: Turned) -> Rope:
+    how = turned.how
     freqs = how.get("freqs")
     return Rope(
-        how["dims"],
+        turned.dims,
         how["traditional"],
         how["base"],
         how["scale"],
@@ -101,13 +89,13 @@ def _rope(how: dict[str, Any]) -> Rope:
 
 
 @contextmanager
-def _watched(layout: Layout, model: Module, found: _Watch) -> Iterator[list[Any]]:
-    """mlx-lm's caches for `model`, which tell `found` what they store."""
+def _watched(layout: Layout, model: Module, means: _Means) -> Iterator[list[Any]]:
+    """mlx-lm's caches for `model`, which tell `means` what they store."""
     caches = stock_caches(model)
     telling: list[Any] = []
     for leaf, cache in layout.leaves(caches):
         if leaf.group >= 0:
-            cache.update_and_fetch = _telling(cache.update_and_fetch, leaf, found)
+            cache.update_and_fetch = _telling(cache.update_and_fetch, leaf, means)
             telling.append(cache)
     try:
         yield caches
@@ -117,9 +105,9 @@ def _watched(layout: Layout, model: Module, found: _Watch) -> Iterator[list[Any]
             del cache.update_and_fetch
 
 
-def _telling(update: Callable[..., Any], leaf: Leaf, found: _Watch) -> Callable[..., Any]:
+def _telling(update: Callable[..., Any], leaf: Leaf, means: _Means) -> Callable[..., Any]:
     def update_and_fetch(keys: mx.array, values: mx.array, *rest: Any) -> Any:
-        found.store(leaf, keys)
+        means.store(leaf, keys)
         return update(keys, values, *rest)
 
     return update_and_fetch

@@ -21,6 +21,8 @@ WINDOWS = 4
 HEADER = 2**16
 # The most memory for blocks on their way to the disk, unless it is set.
 QUEUE = 256 * 2**20
+# The most memory for blocks that have come from another machine.
+ARRIVALS = 64 * 2**20
 
 
 def divide(
@@ -99,9 +101,19 @@ def queue_bytes(layout: Layout, settings: Settings, chunk: int) -> int:
                 "raise it to that, or lower --block-size"
             )
         return queue
+    return way_bytes(layout, settings, chunk)
+
+
+def way_bytes(layout: Layout, settings: Settings, chunk: int) -> int:
+    """Room for about a chunk of a prompt on its way to a colder tier, and never less than for two parts."""
     token = sum(group.token_bytes for group in layout.groups)
     evicted = token * (chunk + 2 * settings.block_size) + 2 * layout.sequence_bytes
-    return max(least, min(QUEUE, evicted))
+    return max(2 * largest_part(layout, settings.block_size), min(QUEUE, evicted))
+
+
+def arrival_bytes(layout: Layout, settings: Settings, chunk: int) -> int:
+    """Room for parts that have come from another machine and wait for the end of a step; four at least."""
+    return max(4 * largest_part(layout, settings.block_size), min(ARRIVALS, way_bytes(layout, settings, chunk)))
 
 
 def full_length_bytes(layout: Layout, settings: Settings, context: int, chunk: int) -> int:

@@ -17,7 +17,7 @@ from ..layout.fingerprint import stored_as
 from ..layout.reader import read_layout
 from ..layout.stored import encoded
 from ..pool.table import blocks_needed
-from .budget import divide, full_length_bytes, largest_part, queue_bytes, steady_chunk
+from .budget import arrival_bytes, divide, full_length_bytes, largest_part, queue_bytes, steady_chunk, way_bytes
 from .device import Device, read_device
 from .workspace import SCORES, weight_bytes, workspace_bytes
 
@@ -27,6 +27,8 @@ MARGIN = 256 * 2**20
 SNAPSHOTS = 8
 # Parts on their way from the disk: one for each of two threads that read, and states. On CUDA, two blocks and states.
 UNPLACED = 3
+# Parts that a store's client holds beside our own buffers: one for each thread that fetches, and one that is sent.
+REMOTE_UNPLACED = 5
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Plan:
     snapshot_bytes: int
     # For blocks on their way to the disk; 0 without a disk cache.
     queue: int = 0
+    # For blocks on their way to the remote tier, and from there; 0 without one.
+    remote_out: int = 0
+    remote_in: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -62,8 +67,17 @@ class Plan:
 
     @property
     def staging(self) -> int:
-        """Memory for blocks on their way to the disk and back."""
+        """Memory for blocks on their way to colder tiers and back."""
+        return self.disk_staging + self.remote_staging
+
+    @property
+    def disk_staging(self) -> int:
         return self.queue + UNPLACED * largest_part(self.layout, self.block_size) if self.queue else 0
+
+    @property
+    def remote_staging(self) -> int:
+        unplaced = REMOTE_UNPLACED * largest_part(self.layout, self.block_size)
+        return self.remote_out + self.remote_in + unplaced if self.remote_in else 0
 
     @property
     def total(self) -> int:
@@ -100,10 +114,17 @@ class Plan:
             )
 
 
-def make_plan(model: Module, settings: Settings, context: int | None, calibration: Sequence[int] = ()) -> Plan:
+def make_plan(
+    model: Module,
+    settings: Settings,
+    context: int | None,
+    calibration: Sequence[int] = (),
+    available: int | None = None,
+) -> Plan:
     """The plan for `model`; `context` is the longest conversation it is made for, if that is known.
 
-    With tokens for `calibration`, the model is run on them where the format of its keys wants their centres.
+    With tokens for `calibration`, the model is run on them where the format of its keys wants their centres. Where
+    bytes are `available` for it, not what the device has free now counts.
     """
     layout = encoded(read_layout(model, settings.max_kv_size), parse(settings.kv_format), settings.kv_plain_layers)
     layout = centred(layout, model, calibration)
@@ -111,7 +132,8 @@ def make_plan(model: Module, settings: Settings, context: int | None, calibratio
     weights = weight_bytes(model)
     chunk = settings.prefill_chunk or (512 if kind() == "cpu" else 2048)
     # Weights that are loaded are already missing from what is available.
-    device = replace(device, available=device.available + min(weights, mx.get_active_memory()))
+    free = device.available + min(weights, mx.get_active_memory()) if available is None else available
+    device = replace(device, available=free)
     rest = max(0, device.available - weights - MARGIN - SCORES)
     if settings.kv_memory is None:
         budget = rest // 2
@@ -136,4 +158,6 @@ def make_plan(model: Module, settings: Settings, context: int | None, calibratio
         workspace=workspace,
         snapshot_bytes=snapshots,
         queue=queue_bytes(layout, settings, chunk) if settings.disk_cache is not None else 0,
+        remote_out=way_bytes(layout, settings, chunk) if settings.remote_tier is not None else 0,
+        remote_in=arrival_bytes(layout, settings, chunk) if settings.remote_tier is not None else 0,
     )

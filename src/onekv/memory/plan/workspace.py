@@ -8,9 +8,12 @@ from ..attention.turns import UNIT
 from ..device import kind
 from ..formats.centre import centre_bytes
 from ..layout import Layout
+from ..pool.table import blocks_needed
 
 # Attention scores of a prefill step stay below this: long contexts are read in smaller chunks.
 SCORES = 256 * 2**20
+# And so do logits of a prompt's tokens, where they are asked for.
+SCORED = 64 * 2**20
 
 
 def weight_bytes(model: Module) -> int:
@@ -65,3 +68,24 @@ def chunk_tokens(layout: Layout, length: int, chunk: int) -> int:
         return chunk
     per_token = layout.query_heads * (length + chunk) * 4 * 2
     return max(1, min(chunk, SCORES // max(1, per_token)))
+
+
+def fits_pass(
+    layout: Layout, blocks: tuple[int, ...], block_size: int, chunk: int, lengths: list[int], counts: list[int]
+) -> bool:
+    """Whether the workspace of one chunk is enough for `counts` tokens of several prompts, each after `lengths`.
+
+    In a pass all rows are as wide as the widest and read as many blocks as the longest. Attention with a mask for each
+    row may make its scores on a GPU, too.
+    """
+    rows, width = len(counts), max(counts)
+    end = -(-(max(lengths) + width) // block_size) * block_size
+    scores = layout.query_heads * rows * width * end * 4 * 2
+    gathered = [rows * blocks_needed(group.rule, block_size, end, width) for group in layout.groups]
+    fits = all(needed <= count for needed, count in zip(gathered, blocks, strict=True))
+    return rows * width <= chunk and scores <= SCORES and fits
+
+
+def scored_tokens(layout: Layout) -> int:
+    """How many tokens of a prompt to store in one step where their logits are computed, too."""
+    return max(1, SCORED // (layout.vocabulary * 4))

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..device import kind
+from ..device import kind, settle
 from ..layout import Group, Layout
 from .pool import Pool
 from .sequence import State
@@ -62,22 +62,26 @@ def state_tensors(layout: Layout) -> list[Tensor]:
 class Blocks:
     """The blocks of a pool, copied out of it and into it.
 
-    Where the host has access to the pool (`shared_memory`), arrays of one shape that lie at equal distances are copied
-    in one go: a thread that copies does not take the interpreter from others. Nothing here keeps the arrays alive, so
-    where they lie is looked up each time before anything is copied.
+    Where the host has access to the pool (`shared_memory`), through a view of each array. Nothing here keeps the arrays
+    alive, so where they lie is looked up each time before anything is copied.
+
+    One view for several arrays would be faster, and was wrong: what lies between them belongs to others. NumPy takes a
+    source in there for one that overlaps, and copies it first; if the copy lies in there, too, it copies that, until
+    the stack is full.
     """
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._addresses: list[int] = []
-        self._runs: list[_Run] = []
+        # Of each array: [heads, blocks, bytes], and where its bytes begin in those of a block.
+        self._arrays: list[tuple[Bytes, int]] = []
 
     def read(self, block: int, out: memoryview) -> None:
         """Copy a block out of the pool."""
         if shared_memory():
             self.look()
-            for run in self._runs:
-                run.part_of(out)[...] = run.rows[:, :, block]
+            for rows, start in self._arrays:
+                _part(out, rows, start)[...] = rows[:, block]
         else:
             target, start = np.frombuffer(out, np.uint8), 0
             for array in self._pool.arrays():
@@ -89,63 +93,30 @@ class Blocks:
         """Find out where the arrays are. Until something else is done with the pool, any thread may `write`."""
         addresses = [_address(array) for array in self._pool.arrays()]
         if addresses != self._addresses:
-            self._runs, self._addresses = _runs(self._pool, addresses), addresses
+            arrays = [_rows(self._pool, array) for array in self._pool.arrays()]
+            starts = accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0)
+            self._arrays, self._addresses = list(zip(arrays, starts, strict=False)), addresses
 
     def write(self, block: int, data: memoryview) -> None:
         """Copy a block to where the arrays were found; no step may be in the air."""
-        for run in self._runs:
-            run.rows[:, :, block] = run.part_of(data)
+        for rows, start in self._arrays:
+            rows[:, block] = _part(data, rows, start)
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Arrays at equal distances, both in memory and in a block's bytes: the first has the bytes from `start` on."""
+class BlockContent:
+    """The content of a block; calling it copies that into a buffer."""
 
-    # [arrays, heads, blocks, bytes]
-    rows: Bytes
-    start: int
-    distance: int
+    blocks: Blocks
+    block: int
 
-    def part_of(self, data: memoryview) -> Bytes:
-        """[arrays, heads, bytes] of the bytes of a block."""
-        count, heads, _, size = self.rows.shape
-        part: Bytes = np.ndarray((count, heads, size), np.uint8, data, self.start, (self.distance, size, 1))
-        return part
+    def __call__(self, out: memoryview) -> None:
+        self.blocks.read(self.block, out)
 
 
-def _runs(pool: Pool, addresses: list[int]) -> list[_Run]:
-    """The arrays of a pool, as few runs: each begins with one of the first layer's arrays, if all layers are alike."""
-    arrays = [_rows(pool, array) for array in pool.arrays()]
-    if not arrays:
-        return []
-    starts = list(accumulate((array.shape[0] * array.shape[2] for array in arrays), initial=0))
-    period = max(1, sum(array.size > 0 for array in pool.layers[0].all))
-    runs = []
-    for first in range(period):
-        numbers = range(first, len(arrays), period)
-        while numbers:
-            some = _alike(numbers, arrays, starts, addresses)
-            i, j = some[0], some[min(1, len(some) - 1)]
-            strides = (addresses[j] - addresses[i], *arrays[i].strides)
-            rows = np.lib.stride_tricks.as_strided(arrays[i], (len(some), *arrays[i].shape), strides)
-            runs.append(_Run(rows, starts[i], starts[j] - starts[i]))
-            numbers = numbers[len(some) :]
-    return runs
-
-
-def _alike(numbers: range, arrays: list[Bytes], starts: list[int], addresses: list[int]) -> range:
-    """The first of `numbers`, as far as their arrays are of one shape and at equal distances."""
-
-    def step(n: int) -> tuple[object, ...]:
-        before, i = numbers[n - 1], numbers[n]
-        return arrays[i].shape, starts[i] - starts[before], addresses[i] - addresses[before]
-
-    if len(numbers) < 2 or arrays[numbers[0]].shape != arrays[numbers[1]].shape:
-        return numbers[:1]
-    count = 2
-    while count < len(numbers) and step(count) == step(1):
-        count += 1
-    return numbers[:count]
+def _part(data: memoryview, rows: Bytes, start: int) -> Bytes:
+    """What the bytes of a block have for an array: [heads, bytes]."""
+    return np.ndarray((rows.shape[0], rows.shape[2]), np.uint8, data, start)
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:
@@ -159,7 +130,7 @@ def write_block(pool: Pool, block: int, data: memoryview) -> None:
         new = mx.array(source[start : start + count]).view(array.dtype)
         array[:, slots] = new.reshape(heads, pool.block_size, dim)
         start += count
-    mx.eval(pool.arrays())
+    settle(pool.arrays())
 
 
 def states_fit(states: Sequence[State], tensors: Sequence[Tensor]) -> bool:
@@ -177,6 +148,16 @@ def read_states(states: Sequence[State], out: memoryview) -> None:
     for part in _parts(states):
         target[start : start + part.nbytes] = _bytes(mx.contiguous(part)).reshape(-1)
         start += part.nbytes
+
+
+@dataclass(frozen=True)
+class StatesContent:
+    """Recurrent states, which must fit; like `BlockContent`."""
+
+    states: Sequence[State]
+
+    def __call__(self, out: memoryview) -> None:
+        read_states(self.states, out)
 
 
 def make_states(layout: Layout, data: memoryview) -> list[State]:

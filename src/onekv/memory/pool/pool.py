@@ -23,7 +23,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import OneKVError
-from ..figures import PoolStats
+from ..device import settle
+from ..figures import CACHED, FREE, HELD, MOST, PINNED, PoolStats
 from ..layout import Group, KVLayer
 
 
@@ -223,11 +224,11 @@ class Pool:
         arrays = self.arrays()
         # Gathered, because a slice would share the buffer that is then written; and computed before it is.
         content = [self.gather(array, source) for array in arrays]
-        mx.eval(content)
+        settle(content)
         slots = slice(target * self.block_size, (target + 1) * self.block_size)
         for array, rows in zip(arrays, content, strict=True):
             array[:, slots] = rows
-        mx.eval(arrays)
+        settle(arrays)
 
     def erase(self, blocks: list[int]) -> None:
         """Write zeros into those of `blocks` that are free."""
@@ -247,6 +248,12 @@ class Pool:
         heads, _, dim = array.shape
         rows = mx.arange(heads) * self.blocks + block
         return array.reshape(heads * self.blocks, self.block_size * dim)[rows].reshape(heads, self.block_size, dim)
+
+    def states(self) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+        """What each block is (`figures`), in an array of its own."""
+        unheld = np.where(self.pinned, PINNED, np.where(self.cached, CACHED, FREE))
+        held = np.minimum(self.references + (HELD - 1), MOST)
+        return np.where(self.references > 0, held, unheld).astype(np.uint8)
 
     def stats(self) -> PoolStats:
         return PoolStats(

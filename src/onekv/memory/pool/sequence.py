@@ -20,6 +20,8 @@ class Sequence:
         """
         self.max_length = max_length
         self.length = 0
+        # While it is ahead of itself: the length that it will return to, from which on windows keep all.
+        self.anchor: int | None = None
         self.tables: list[Table] = []
         # Per recurrent layer; empty while the states are with the running batch.
         self.states: list[State] = []
@@ -33,7 +35,7 @@ class Sequence:
     def advance(self, count: int) -> None:
         """Make room for `count` more tokens in every table, unless that is done; free blocks are there for them."""
         for table in self.tables:
-            table.advance(self.length, count)
+            table.advance(self.length, count, self.anchor)
 
     def truncate(self, length: int) -> None:
         """Only the first `length` tokens are left. Raises IntegrityError if a window has given back what they read."""
@@ -42,11 +44,12 @@ class Sequence:
                 raise IntegrityError(f"{table.rule}: what a query at {length} reads was given back")
         for table in self.tables:
             table.truncate(length)
-        self.length = length
+        self.length, self.anchor = length, None
 
-    def prefilled(self) -> None:
+    def prefilled(self, step: int = 1) -> None:
+        """The prompt is stored: from here there are at most `step` new tokens at a time."""
         for table in self.tables:
-            table.prefilled()
+            table.prefilled(step)
 
     def close(self) -> None:
         """Give everything back; closing twice is allowed."""

@@ -91,9 +91,12 @@ class Table:
             self.pool.unreserve(-change)
         self.reserved += change
 
-    def advance(self, position: int, count: int) -> None:
-        """Make room for tokens [position, position + count); forget what queries from `position` on do not read."""
-        self.forget(position)
+    def advance(self, position: int, count: int, oldest: int | None = None) -> None:
+        """Make room for tokens [position, position + count); forget what queries from there on do not read.
+
+        `oldest`, if it is given, is where the first of these queries may be instead.
+        """
+        self.forget(position if oldest is None else oldest)
         self.extend(position + count)
 
     def forget(self, position: int) -> None:
@@ -135,10 +138,10 @@ class Table:
             self.version += 1
             self._keep_in_reserve()
 
-    def prefilled(self) -> None:
-        """The prompt is stored: from here the table grows one token at a time and needs less in reserve."""
+    def prefilled(self, step: int = 1) -> None:
+        """The prompt is stored: from here the table grows by `step` tokens at most and needs less in reserve."""
         if not self.rule.ring:
-            self._limit = blocks_needed(self.rule, self.pool.block_size, self.length, 1)
+            self._limit = min(self._limit, blocks_needed(self.rule, self.pool.block_size, self.length, step))
             self._keep_in_reserve()
 
     def adopt(self, block: int) -> None:

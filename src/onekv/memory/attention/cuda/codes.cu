@@ -10,6 +10,23 @@ template <int BITS> __device__ inline uint32_t pairs_of(const uint8_t* row, int 
   return ((at[0] >> 6) & 0x03030303u) | (((at[4] >> 6) & 0x03030303u) << 2) | (((at[8] >> 6) & 0x03030303u) << 4);
 }
 
+// Bits of a code in the upper plane, where there is one; else anything that can be divided by.
+__device__ constexpr int upper(int bits) { return bits == 6 ? 2 : 1; }
+
+// Four codes of 5 or 6 bits, from `first` on, of both planes (`formats.packing`): a byte each.
+template <int BITS> __device__ inline uint32_t joined(uint32_t low, uint32_t above, int first) {
+  above = above >> (first / (16 * upper(BITS)) * upper(BITS)) & (BITS == 5 ? 0x01010101u : 0x03030303u);
+  return (low >> (first < 64 ? 0 : 4) & 0x0f0f0f0fu) | above << 4;
+}
+
+// Four codes of a byte each as numbers around 0, two in a word.
+template <int BITS> __device__ inline uint2 around_zero(uint32_t codes) {
+  constexpr int CENTRE_OF = 1 << (BITS - 1);
+  return make_uint2(
+      pack<T>(float(int(codes & 255) - CENTRE_OF), float(int(codes >> 8 & 255) - CENTRE_OF)),
+      pack<T>(float(int(codes >> 16 & 255) - CENTRE_OF), float(int(codes >> 24) - CENTRE_OF)));
+}
+
 // The numbers [first, first + 8) of a row, two in a word.
 template <int BITS> __device__ inline uint4 numbers(const uint8_t* row, int first, const uint32_t* table) {
   uint4 out;
@@ -20,6 +37,12 @@ template <int BITS> __device__ inline uint4 numbers(const uint8_t* row, int firs
     out.y = pack<T>(float(int8_t(a >> 16)), float(int8_t(a >> 24)));
     out.z = pack<T>(float(int8_t(b)), float(int8_t(b >> 8)));
     out.w = pack<T>(float(int8_t(b >> 16)), float(int8_t(b >> 24)));
+  } else if (BITS > 4) {
+    const uint2 low = *reinterpret_cast<const uint2*>(row + first % 64);
+    const uint2 above = *reinterpret_cast<const uint2*>(row + 64 + first % (16 * upper(BITS)));
+    const uint2 a = around_zero<BITS>(joined<BITS>(low.x, above.x, first));
+    const uint2 b = around_zero<BITS>(joined<BITS>(low.y, above.y, first));
+    out = make_uint4(a.x, a.y, b.x, b.y);
   } else {
     const uint32_t codes = pairs_of<BITS>(row, first);
     out.x = table[codes & 255];
@@ -38,7 +61,7 @@ __device__ inline void factors(const Codes& side, int64_t slot, float* scale, fl
   scale[1] = __high2float(s);
   if (AFFINE) {
     const __half2 b = *reinterpret_cast<const __half2*>(side.bias + slot);
-    const float centre = BITS == 8 ? 128.0f : 8.0f;
+    const float centre = 1 << (BITS - 1);
     bias[0] = __low2float(b) + centre * scale[0];
     bias[1] = __high2float(b) + centre * scale[1];
   } else {
@@ -61,6 +84,19 @@ __device__ inline uint32_t turned(float a, float b, uint32_t angle) {
   const __half2 both = *reinterpret_cast<const __half2*>(&angle);
   const float cosine = __low2float(both), sine = __high2float(both);
   return pack<T>(a * cosine + b * sine, b * cosine - a * sine);
+}
+
+// What is taken off a key at `position`, by a warp; `rope` has angles, and then the channels of their pairs.
+__device__ inline void centre_at(float* to, int position, const float* centre, const float* rope) {
+  for (int p = threadIdx.x & 31; p < 64; p += 32) {
+    float sine, cosine;
+    sincosf(position * rope[p], &sine, &cosine);
+    const float m = centre[p], n = centre[64 + p];
+    // The first token of a sequence is stored as it is.
+    to[int(rope[64 + p])] = position ? m * cosine - n * sine : 0.0f;
+    to[int(rope[128 + p])] = position ? m * sine + n * cosine : 0.0f;
+  }
+  __syncwarp();
 }
 
 // One row of 128 numbers without its centre, four in each lane, encoded and stored by a warp.
@@ -111,6 +147,16 @@ __device__ inline void store(
   uint8_t* to = const_cast<uint8_t*>(side.codes) + slot * (16 * BITS);
   if (BITS == 8) {
     reinterpret_cast<uint32_t*>(to)[lane] = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24;
+  } else if (BITS > 4) {
+    // A part of the upper plane has the codes of LANES lanes.
+    constexpr int MORE = upper(BITS), LANES = 4 * MORE;
+    const uint32_t four = code[0] | code[1] << 8 | code[2] << 16 | code[3] << 24, low = four & 0x0f0f0f0fu;
+    const uint32_t other = __shfl_sync(0xffffffffu, low, lane % 16 + 16);
+    if (lane < 16) reinterpret_cast<uint32_t*>(to)[lane] = low | other << 4;
+    uint32_t above = 0;
+    for (int part = 0; part < 8 / MORE; part++)
+      above |= (__shfl_sync(0xffffffffu, four, part * LANES + lane % LANES) >> 4 & 0x0f0f0f0fu) << (part * MORE);
+    if (lane < LANES) reinterpret_cast<uint32_t*>(to)[16 + lane] = above;
   } else {
     uint32_t two = (code[0] | code[1] << BITS) | (code[2] | code[3] << BITS) << 8;
     if (BITS == 4) reinterpret_cast<uint16_t*>(to)[lane] = two;

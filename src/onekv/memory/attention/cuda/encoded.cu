@@ -1,21 +1,25 @@
-  constexpr int TILES = BS / 16, MOST = 1;
+  constexpr int TILES = BS / 16, QUERIES = CENTRE ? 8 : 16, SETS = TOGETHER ? 4 : 1;
+  // Rows whose queries fit one tile; a piece has at most four such tiles.
+  constexpr int FIT = QUERIES / G, MOST = TOGETHER ? 4 * FIT : 1;
   const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
 #include "place.cu"
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
   const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
-  const int row = rows[0], tiles = count * TILES;
-  const int query = lengths[row];
+  const int tiles = count * TILES;
   float* parts = scratch;
   float* tops = parts + (int64_t)all_parts * H * G * 128;
   float* sums = tops + (int64_t)all_parts * H * G;
   float* moves = sums + (int64_t)all_parts * H * G;
   const float factor = SCALE * 1.4426950408889634f;
+#include "queries.cu"
 
-  __shared__ float shared_acc[4][G][128], shared_top[4][G], shared_sum[4][G], shared_move[4][G], query_sum[G];
+  // Rows of an odd length: no two lanes write to the same bank.
+  __shared__ float shared_acc[4][QUERIES][65], shared_top[4][QUERIES], shared_sum[4][QUERIES], shared_move[4][QUERIES];
+  __shared__ float query_sum[SETS * QUERIES];
   __shared__ uint32_t k_words[256], v_words[256];
-  __shared__ __align__(16) T rotated[G * 128];
+  __shared__ __align__(16) T rotated[SETS * QUERIES * 128];
   // Of centres: the factors of two pairs, cosines and sines of four pairs 0 to 15 positions on, the new token's own.
-  __shared__ __align__(16) float4 pair_factors[CENTRE ? 8 : 1][32];
+  __shared__ __align__(16) float4 pair_factors[CENTRE ? SETS : 1][CENTRE ? 8 : 1][32];
   __shared__ __align__(16) uint4 steps[CENTRE ? 8 : 1][32];
   __shared__ float own_centre[128];
   const float* signs = constants;
@@ -27,38 +31,44 @@
     k_words[i] = pack<T>(k_table[2 * i], k_table[2 * i + 1]);
     v_words[i] = pack<T>(v_table[2 * i], v_table[2 * i + 1]);
   }
-  const float* angles = rope;
-  const float* channels = rope + 64;
   if (CENTRE) {
-    for (int i = threadIdx.x; i < 8 * 32; i += 128) {
-      const int lane_of = i % 32, pair_of = lane_of % 4 * 16 + i / 32 * 2;
+    const float* channels = rope + 64;
+    for (int i = threadIdx.x; i < query_tiles * 256; i += 128) {
+      const int lane_of = i % 32, chunk = i / 32 % 8, pair_of = lane_of % 4 * 16 + chunk * 2;
+      const int index = lane_of / 4, member = i / 256 * FIT + index / G;
       float both[4] = {0, 0, 0, 0};
-      if (lane_of / 4 < G)
+      if (index < FIT * G && member < many)
         for (int p = 0; p < 2; p++) {
-          const T* own = q + ((int64_t)(row * H + head) * G + lane_of / 4) * 128;
+          const T* own = q + (((int64_t)rows[member] * H + head) * G + index % G) * 128;
           const float x = float(own[int(channels[pair_of + p])]), y = float(own[int(channels[64 + pair_of + p])]);
           const float m = centre[head * 128 + pair_of + p], n = centre[head * 128 + 64 + pair_of + p];
           both[2 * p] = x * m + y * n;
           both[2 * p + 1] = y * m - x * n;
         }
-      pair_factors[i / 32][lane_of] = make_float4(both[0], both[1], both[2], both[3]);
-      const int token = i / 128 * 8 + lane_of / 4;
-      const float* from = rope + 192 + (token * 64 + lane_of % 4 * 16 + i / 32 % 4 * 4) * 2;
-      steps[i / 32][lane_of] = make_uint4(
+      pair_factors[i / 256][chunk][lane_of] = make_float4(both[0], both[1], both[2], both[3]);
+      if (i >= 256) continue;
+      const int token = chunk / 4 * 8 + lane_of / 4;
+      const float* from = rope + 192 + (token * 64 + lane_of % 4 * 16 + chunk % 4 * 4) * 2;
+      steps[chunk][lane_of] = make_uint4(
           pack<T>(from[0], from[1]), pack<T>(from[2], from[3]), pack<T>(from[4], from[5]), pack<T>(from[6], from[7]));
     }
   }
   float* space = &shared_acc[0][0][0];
-  for (int i = threadIdx.x; i < G * 128; i += 128)
-    space[i] = float(q[(int64_t)(row * H + head) * G * 128 + i]) * signs[i % 128];
-  transform(space, G);
-  for (int i = threadIdx.x; i < G * 128; i += 128) rotated[i] = T(space[i] * norm);
-  __syncthreads();
-  for (int h = warp; h < G; h += 4) {
+  for (int set = 0; set < query_tiles; set++) {
+    const int own = max(0, min(FIT, many - set * FIT)) * G;
+    for (int i = threadIdx.x; i < own * 128; i += 128) {
+      const int64_t row = rows[set * FIT + i / 128 / G];
+      space[i] = float(q[((row * H + head) * G + i / 128 % G) * 128 + i % 128]) * signs[i % 128];
+    }
+    transform(space, own);
+    for (int i = threadIdx.x; i < own * 128; i += 128) rotated[set * QUERIES * 128 + i] = T(space[i] * norm);
+    __syncthreads();
+  }
+  for (int i = warp; i < query_tiles * QUERIES; i += 4) {
     float total = 0;
-    for (int i = lane; i < 128; i += 32) total += float(rotated[h * 128 + i]);
+    for (int d = lane; d < 128; d += 32) total += float(rotated[i * 128 + d]);
     total = reduce_sum(total);
-    if (lane == 0) query_sum[h] = total;
+    if (lane == 0) query_sum[i] = total;
   }
   __syncthreads();
 
@@ -67,11 +77,12 @@
   float total_of[2] = {0, 0};
   #pragma unroll
   for (int high = 0; high < 2; high++) {
-    if (g + 8 * high < G) total_of[high] = query_sum[g + 8 * high];
+    const int own = query_tile * QUERIES + g + 8 * high;
+    if (there[high]) total_of[high] = query_sum[own];
     #pragma unroll
     for (int c = 0; c < 4; c++) {
       uint4 x = make_uint4(0, 0, 0, 0);
-      if (g + 8 * high < G) x = *reinterpret_cast<const uint4*>(rotated + (g + 8 * high) * 128 + t * 32 + c * 8);
+      if (there[high]) x = *reinterpret_cast<const uint4*>(rotated + own * 128 + t * 32 + c * 8);
       qa[c][0][high] = x.x;
       qa[c][0][high + 2] = x.y;
       qa[c][1][high] = x.z;
@@ -87,24 +98,14 @@
       #pragma unroll
       for (int i = 0; i < 4; i++) acc[h][j][i] = 0;
 
-  for (int tile = warp; tile < tiles; tile += 4) {
-    const int start = base[tile / TILES] + tile % TILES * 16;
-    if (start > query || (start + 15 <= query - WINDOW && start >= KEEP)) continue;
-    const int64_t slot = (int64_t)head * SLOTS + (int64_t)ids[tile / TILES] * BS + tile % TILES * 16;
+  for (int tile = following(warp / query_tiles - lanes); tile < tiles; tile = following(tile)) {
+    const int start = start_of(tile);
+    const int64_t slot = slot_of(tile);
 
-    if (NEW && query < start + 16) {
-      const int64_t own = slot + query - start;
-      if (CENTRE) {
-        for (int p = lane; p < 64; p += 32) {
-          float sine, cosine;
-          sincosf(query * angles[p], &sine, &cosine);
-          const float m = centre[head * 128 + p], n = centre[head * 128 + 64 + p];
-          own_centre[int(channels[p])] = query ? m * cosine - n * sine : 0.0f;
-          own_centre[int(channels[64 + p])] = query ? m * sine + n * cosine : 0.0f;
-        }
-        __syncwarp();
-      }
-      const int64_t from = (int64_t)(row * H + head) * 128;
+    // What is written is read by its own row alone.
+    if (NEW && many == 1 && latest < start + 16) {
+      const int64_t own = slot + latest - start, from = ((int64_t)rows[0] * H + head) * 128;
+      if (CENTRE) centre_at(own_centre, latest, centre + head * 128, rope);
       store<KBITS, KAFFINE>(new_k + from, CENTRE ? own_centre : nullptr, signs, k_levels, keys, own);
       store<VBITS, VAFFINE>(new_v + from, nullptr, signs, v_levels, values, own);
       __syncwarp();
@@ -116,7 +117,7 @@
       #pragma unroll
       for (int c = 0; c < 4; c++) {
         const uint4 angle = __ldg(turn + c);
-        const float4 x = pair_factors[2 * c][lane], y = pair_factors[2 * c + 1][lane];
+        const float4 x = pair_factors[query_tile][2 * c][lane], y = pair_factors[query_tile][2 * c + 1][lane];
         const uint32_t one[4] = {turned(x.x, x.y, angle.x), 0, turned(x.z, x.w, angle.y), 0};
         const uint32_t two[4] = {turned(y.x, y.y, angle.z), 0, turned(y.z, y.w, angle.w), 0};
         #pragma unroll
@@ -146,7 +147,7 @@
       #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int position = start + j * 8 + 2 * t + (i & 1);
-        const bool seen = position <= query && (position > query - WINDOW || position < KEEP);
+        const bool seen = position <= query[i >> 1] && (position > query[i >> 1] - WINDOW || position < KEEP);
         float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
         if (CENTRE && position) score += centred[j][i];
         s[j][i] = seen ? score * factor : none;
@@ -206,79 +207,48 @@
     }
   }
 
-  __syncthreads();
   #pragma unroll
   for (int high = 0; high < 2; high++) {
-    const int head_of = g + 8 * high;
     sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 1);
     sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 2);
     move[high] += __shfl_xor_sync(0xffffffffu, move[high], 1);
     move[high] += __shfl_xor_sync(0xffffffffu, move[high], 2);
-    if (head_of < G) {
-      if (t == 0) {
-        shared_top[warp][head_of] = top[high];
-        shared_sum[warp][head_of] = sum[high];
-        shared_move[warp][head_of] = move[high];
-      }
-      #pragma unroll
-      for (int h = 0; h < 2; h++)
+    if (t == 0 && g + 8 * high < QUERIES) {
+      shared_top[warp][g + 8 * high] = top[high];
+      shared_sum[warp][g + 8 * high] = sum[high];
+      shared_move[warp][g + 8 * high] = move[high];
+    }
+  }
+  // Half h has every other eight of the dimensions.
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    __syncthreads();
+    #pragma unroll
+    for (int high = 0; high < 2; high++)
+      if (g + 8 * high < QUERIES) {
         #pragma unroll
         for (int j = 0; j < 8; j++)
           #pragma unroll
-          for (int i = 0; i < 2; i++)
-            shared_acc[warp][head_of][(2 * t + i) * 16 + h * 8 + j] = acc[h][j][2 * high + i];
+          for (int i = 0; i < 2; i++) shared_acc[warp][g + 8 * high][(2 * t + i) * 8 + j] = acc[h][j][2 * high + i];
+      }
+    __syncthreads();
+    for (int index = threadIdx.x; index < many * G * 64; index += 128) {
+      const int d = index % 64, member = index / 64 / G, tile_of = member / FIT;
+      const int place_of = member % FIT * G + index / 64 % G;
+      float highest = none, total = 0, moved = 0, joined = 0;
+      for (int w = tile_of; w < 4; w += query_tiles) highest = max(highest, shared_top[w][place_of]);
+      for (int w = tile_of; w < 4; w += query_tiles) {
+        const float shrink = shared_top[w][place_of] == none ? 0.0f : exp2f(shared_top[w][place_of] - highest);
+        total += shared_sum[w][place_of] * shrink;
+        moved += shared_move[w][place_of] * shrink;
+        joined += shared_acc[w][place_of][d] * shrink;
+      }
+      const int64_t place = ((int64_t)(first_part + member) * H + head) * G + index / 64 % G;
+      parts[place * 128 + d / 8 * 16 + h * 8 + d % 8] = joined;
+      if (h == 0 && d == 0) {
+        tops[place] = highest;
+        sums[place] = total;
+        moves[place] = moved;
+      }
     }
   }
-  __syncthreads();
-  for (int index = threadIdx.x; index < G * 128; index += 128) {
-    const int head_of = index / 128, d = index % 128;
-    float highest = none, total = 0, moved = 0, joined = 0;
-    for (int w = 0; w < 4; w++) highest = max(highest, shared_top[w][head_of]);
-    for (int w = 0; w < 4; w++) {
-      const float shrink = shared_top[w][head_of] == none ? 0.0f : exp2f(shared_top[w][head_of] - highest);
-      total += shared_sum[w][head_of] * shrink;
-      moved += shared_move[w][head_of] * shrink;
-      joined += shared_acc[w][head_of][d] * shrink;
-    }
-    const int64_t place = ((int64_t)first_part * H + head) * G + head_of;
-    parts[place * 128 + d] = joined;
-    if (d == 0) {
-      tops[place] = highest;
-      sums[place] = total;
-      moves[place] = moved;
-    }
-  }
-
-#include "last.cu"
-  if (!last[0]) return;
-  const int* range = work + work[4] + row;
-  const int* order = work + work[5];
-  for (int index = threadIdx.x; index < G * 32; index += 128) {
-    const int head_of = index / 32, d = index % 32 * 4, query_head = head * G + head_of;
-    const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
-    float highest = sink;
-    for (int i = range[0]; i < range[1]; i++)
-      highest = max(highest, __ldcg(tops + (int64_t)order[i] * H * G + query_head));
-    float total = SINKS ? exp2f(sink - highest) : 0.0f, moved = 0;
-    float4 result = make_float4(0, 0, 0, 0);
-    #pragma unroll 4
-    for (int i = range[0]; i < range[1]; i++) {
-      const int64_t place = (int64_t)order[i] * H * G + query_head;
-      const float top_of = __ldcg(tops + place);
-      const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + place * 128 + d));
-      total += __ldcg(sums + place) * shrink;
-      moved += __ldcg(moves + place) * shrink;
-      result.x += x.x * shrink;
-      result.y += x.y * shrink;
-      result.z += x.z * shrink;
-      result.w += x.w * shrink;
-    }
-    space[head_of * 128 + d] = (result.x + moved) / total;
-    space[head_of * 128 + d + 1] = (result.y + moved) / total;
-    space[head_of * 128 + d + 2] = (result.z + moved) / total;
-    space[head_of * 128 + d + 3] = (result.w + moved) / total;
-  }
-  transform(space, G);
-  for (int i = threadIdx.x; i < G * 128; i += 128)
-    out[((int64_t)row * H + head) * G * 128 + i] = T(space[i] * norm * signs[i % 128]);

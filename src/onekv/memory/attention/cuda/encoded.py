@@ -15,9 +15,12 @@ the tensor cores. What is different:
                a cos(S + s) + b sin(S + s) = (a cos S + b sin S) cos s + (b cos S - a sin S) sin s
                the factors are turned by S, which a table has for every 16th position; that of s is the same for all
     output     is unrotated by the thread block that joins a row's parts
+    rows       that share blocks, or are tokens of one sequence, turn codes into numbers once for all of them; with
+               centres half as many, whose factors fill the other half of a tile's registers
 
-Codes of up to 4 bits become numbers by a table of pairs in shared memory, those of 8 bits by conversion. Affine codes
-are centred (8 or 128 is taken off and added to the bias), so that rounding weights to T costs as little as it can.
+Codes of up to 4 bits become numbers by a table of pairs in shared memory, those of 5, 6 and 8 bits by conversion.
+Affine codes are centred (half of their range is taken off and added to the bias), so that rounding weights to T costs
+as little as it can.
 For head dim 128, which is that of nearly all models this is for.
 """
 
@@ -27,6 +30,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from ....cuda.source import Constants, define, kernel_name, read
 from ...device import Kind
 from ...formats import Codec
 from ...formats.centre import Rope
@@ -34,16 +38,21 @@ from ...formats.rotation import rotation
 from ...layout import KVLayer
 from ...pairs import Grid
 from ...pool import LayerArrays
+from ...work import Kernel
 from ..base import Backend, Call
-from ..layer import Pair
-from .plain import THREADS, zero_counters
-from .source import Constants, define, kernel_name, read
+from ..layer import LayerKV, Pair
+from .plain import MULTIPROCESSORS, THREADS, Counters
 
 DIM = 128
 
 
 class CudaEncoded(Backend):
-    stores = True
+    kernel = True
+    stores = stores_several = True
+
+    def __init__(self, kv: LayerKV) -> None:
+        super().__init__(kv)
+        self._counters = Counters()
 
     @classmethod
     def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
@@ -53,27 +62,72 @@ class CudaEncoded(Backend):
 
     def decode(self, call: Call, new: Pair | None) -> mx.array | None:
         step, kv, layer, turns = call.step, self.kv, self.kv.layer, None
-        # Rows of a tile, and with centres what fits shared memory.
-        most = 16 if layer.centre is None else 8
         reach = step.reach(call.mask)
-        if reach is None or call.queries.shape[1] > most * layer.heads:
+        if reach is None or call.queries.shape[1] > _tile(layer) * layer.heads:
             return None
         if layer.centre is not None:
             turns = kv.turns.starts(layer.centre.rope, layer.k_dim, step.end)
-        return encoded_decode(
-            call.queries, kv.arrays, layer, new, step.grid, step.positions, reach, call.scale, call.sinks, turns
-        )
+        positions = step.positions
+        if step.repeated and new is not None:
+            positions, new = encoded_store(kv.arrays, layer, new, step.row_slots, positions), None
+        how = (reach, call.scale, call.sinks, self._counters, turns)
+        return encoded_decode(call.queries, kv.arrays, layer, new, step.grid, positions, *how)
+
+
+def _tile(layer: KVLayer) -> int:
+    """Queries of a tile."""
+    return 16 if layer.centre is None else 8
+
+
+STORED = ["k", "k_scale", "k_bias", "v", "v_scale", "v_bias"]
+INPUTS = ["q", *STORED, "new_k", "new_v", "work", "lengths", "constants", "centre", "rope", "turns"]
+
+
+def _header(dtype: mx.Dtype, constants: Constants) -> str:
+    return read("mma") + define(dtype, constants) + read("codes", __package__)
 
 
 @cache
 def _kernel(dtype: mx.Dtype, constants: Constants) -> Any:
-    names = ["q", "k", "k_scale", "k_bias", "v", "v_scale", "v_bias", "new_k", "new_v"]
     return mx.fast.cuda_kernel(
         name=f"onekv_encoded_{kernel_name(dtype, constants)}",
-        input_names=[*names, "work", "lengths", "counters", "sinks", "constants", "centre", "rope", "turns"],
+        input_names=[*INPUTS, "counters", "sinks"],
         output_names=["out", "scratch"],
-        header=read("mma") + define(dtype, constants) + read("codes"),
-        source=read("encoded"),
+        header=_header(dtype, constants),
+        source=read("encoded", __package__) + read("encoded_alone", __package__),
+    )
+
+
+@cache
+def _parts_kernel(dtype: mx.Dtype, constants: Constants) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"onekv_encoded_parts_{kernel_name(dtype, constants)}",
+        input_names=INPUTS,
+        output_names=["scratch"],
+        header=_header(dtype, constants),
+        source=read("encoded", __package__),
+    )
+
+
+@cache
+def _join_kernel(dtype: mx.Dtype, constants: Constants) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"onekv_encoded_join_{kernel_name(dtype, constants)}",
+        input_names=["scratch", "work", "constants", "sinks"],
+        output_names=["out"],
+        header=_header(dtype, constants),
+        source=read("encoded_join", __package__),
+    )
+
+
+@cache
+def _store_kernel(dtype: mx.Dtype, constants: Constants) -> Any:
+    return mx.fast.cuda_kernel(
+        name=f"onekv_encoded_store_{kernel_name(dtype, constants)}",
+        input_names=[*STORED, "new_k", "new_v", "slots", "lengths", "constants", "centre", "rope"],
+        output_names=["stored"],
+        header=_header(dtype, constants),
+        source=read("encoded_store", __package__),
     )
 
 
@@ -113,6 +167,46 @@ def _rope(rope: Rope) -> mx.array:
     return numbers
 
 
+def _codes(stored: KVLayer) -> Constants:
+    """How rows of a layer are stored."""
+    keys, values = stored.keys.codes, stored.values.codes
+    assert keys is not None and values is not None
+    return (
+        ("KBITS", keys.bits),
+        ("VBITS", values.bits),
+        ("KAFFINE", keys.book is None),
+        ("VAFFINE", values.book is None),
+        ("CENTRE", stored.centre is not None),
+    )
+
+
+def _planes(arrays: LayerArrays) -> list[mx.array]:
+    """A codebook has no bias: its scale stands in for it."""
+    return [plane for planes in (arrays.keys, arrays.values) for plane in (planes[0], planes[1], planes[-1])]
+
+
+def _numbers(stored: KVLayer) -> list[mx.array]:
+    """Constants, centre and RoPE, with anything in the place of what there is not."""
+    numbers = _constants(stored.keys, stored.values)
+    if stored.centre is None:
+        return [numbers, numbers, numbers]
+    return [numbers, stored.centre.paired, _rope(stored.centre.rope)]
+
+
+def encoded_store(arrays: LayerArrays, stored: KVLayer, new: Pair, slots: mx.array, lengths: mx.array) -> mx.array:
+    """Like `plain.cuda_store`: `new` keys and values are encoded, for positions `lengths`."""
+    heads, count = arrays.all[0].shape[:2]
+    constants: Constants = (("H", heads), ("SLOTS", count), *_codes(stored))
+    out: mx.array = _store_kernel(stored.dtype, constants)(
+        inputs=[*_planes(arrays), *(array.astype(stored.dtype) for array in new), slots, lengths, *_numbers(stored)],
+        grid=(len(lengths) * 32, heads, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[lengths.shape],
+        output_dtypes=[lengths.dtype],
+    )[0]
+    return out
+
+
 def encoded_decode(
     queries: mx.array,
     arrays: LayerArrays,
@@ -123,63 +217,57 @@ def encoded_decode(
     reach: tuple[int, int],
     scale: float,
     sinks: mx.array | None,
+    own: Counters,
     turns: mx.array | None = None,
 ) -> mx.array:
     """Like `plain.cuda_decode`, over encoded keys and values; `new` ones are encoded and stored.
 
     A centred layer needs the `turns.starts` of all positions.
     """
-    keys, values = stored.keys.codes, stored.values.codes
-    assert keys is not None and values is not None
     heads, slots = arrays.all[0].shape[:2]
     rows, query_heads = queries.shape[:2]
-    # Rows that share blocks read them one by one here.
-    work = grid.work(heads, 1)
-    kernel = _kernel(
-        stored.dtype,
-        (
-            ("H", heads),
-            ("G", query_heads // heads),
-            ("KBITS", keys.bits),
-            ("VBITS", values.bits),
-            ("KAFFINE", keys.book is None),
-            ("VAFFINE", values.book is None),
-            ("BS", grid.block_size),
-            ("SLOTS", slots),
-            ("SCALE", float(scale)),
-            ("WINDOW", reach[0]),
-            ("KEEP", reach[1]),
-            ("NEW", new is not None),
-            ("SINKS", sinks is not None),
-            ("CENTRE", stored.centre is not None),
-        ),
+    shared, dtype = query_heads // heads, stored.dtype
+    work = grid.work(Kernel(heads, 4 * (_tile(stored) // shared), 3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS, 4))
+    constants: Constants = (
+        ("H", heads),
+        ("G", shared),
+        ("BS", grid.block_size),
+        ("SLOTS", slots),
+        ("SCALE", float(scale)),
+        ("WINDOW", reach[0]),
+        ("KEEP", reach[1]),
+        ("NEW", new is not None),
+        ("SINKS", sinks is not None),
+        ("TOGETHER", work.shape.together),
+        *_codes(stored),
     )
+    assert stored.centre is None or turns is not None
+    numbers = _numbers(stored)
     new_k, new_v = new if new is not None else (queries, queries)
-    counters = zero_counters(rows * heads)
-    k, v = arrays.keys, arrays.values
-    numbers = _constants(stored.keys, stored.values)
-    centred = (numbers, numbers, numbers)
-    if stored.centre is not None:
-        assert turns is not None
-        centred = (stored.centre.paired, _rope(stored.centre.rope), turns)
-    out: mx.array = kernel(
-        inputs=[
-            queries.astype(stored.dtype),
-            # A codebook has no bias: its scale stands in for it.
-            *(k[0], k[1], k[-1]),
-            *(v[0], v[1], v[-1]),
-            new_k.astype(stored.dtype),
-            new_v.astype(stored.dtype),
-            work.table,
-            lengths,
-            counters,
-            counters if sinks is None else sinks,
-            numbers,
-            *centred,
-        ],
-        grid=(work.shape.pieces * THREADS, heads, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(rows, query_heads, 1, DIM), (work.shape.parts * query_heads * (DIM + 3),)],
-        output_dtypes=[stored.dtype, mx.float32],
-    )[0]
+    inputs = [
+        *(queries.astype(dtype), *_planes(arrays), new_k.astype(dtype), new_v.astype(dtype)),
+        *(work.table, lengths, *numbers, numbers[0] if turns is None else turns),
+    ]
+    launch: Any = {"grid": (work.shape.pieces * THREADS, heads, 1), "threadgroup": (THREADS, 1, 1)}
+    parts = (work.shape.parts * query_heads * (DIM + 3),)
+    shape = (rows, query_heads, 1, DIM)
+    if work.shape.together:
+        scratch = _parts_kernel(dtype, constants)(
+            inputs=inputs, output_shapes=[parts], output_dtypes=[mx.float32], **launch
+        )[0]
+        out: mx.array = _join_kernel(dtype, constants)(
+            inputs=[scratch, work.table, numbers[0], work.table if sinks is None else sinks],
+            grid=(rows * DIM, query_heads, 1),
+            threadgroup=(DIM, 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
+        )[0]
+    else:
+        counters = own.take(rows * heads)
+        out = _kernel(dtype, constants)(
+            inputs=[*inputs, counters, counters if sinks is None else sinks],
+            output_shapes=[shape, parts],
+            output_dtypes=[dtype, mx.float32],
+            **launch,
+        )[0]
     return out.astype(queries.dtype)

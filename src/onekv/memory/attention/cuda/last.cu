@@ -1,12 +1,14 @@
+  // What follows is done by the thread block that ends last of its row and head.
   __threadfence();
   __syncthreads();
-  __shared__ bool last[MOST];
-  if (threadIdx.x < many) {
-    const int row = rows[threadIdx.x];
-    const int* range = work + work[4] + row;
+  __shared__ bool last;
+  const int* range = work + work[4] + row;
+  const int* order = work + work[5];
+  if (threadIdx.x == 0) {
     int* counter = const_cast<int*>(counters) + row * H + head;
-    last[threadIdx.x] = atomicAdd(counter, 1) == range[1] - range[0] - 1;
-    if (last[threadIdx.x]) *counter = 0;
+    last = atomicAdd(counter, 1) == range[1] - range[0] - 1;
+    if (last) *counter = 0;
   }
   __syncthreads();
+  if (!last) return;
   __threadfence();

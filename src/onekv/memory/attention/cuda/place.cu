@@ -6,4 +6,4 @@
   const int* rows = work + work[1] + piece[2];
   const int* ids = work + work[2] + piece[0];
   const int* base = work + work[3] + piece[0];
-  const int count = piece[1], many = piece[3], first_part = piece[4], all_parts = work[6];
+  const int count = piece[1], many = MOST == 1 ? 1 : piece[3], first_part = piece[4], all_parts = work[6];

@@ -7,13 +7,12 @@ end with the call, or the next write of MLX's would copy it.
 """
 
 import functools
-import logging
-from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from .... import loops
 from ...device import Kind
 from ...formats import Codec
 from ...formats.centre import Centre, Rope
@@ -21,56 +20,45 @@ from ...formats.rotation import rotation
 from ...layout import KVLayer
 from ...pairs import Grid
 from ...pool import LayerArrays
+from ...step import GroupStep
 from ..base import Backend, Call
-from ..layer import Pair
-
-log = logging.getLogger("onekv")
+from ..layer import LayerKV, Pair
 
 Array = np.ndarray[Any, Any]
 NOTHING = np.zeros(0, np.float32)
 COMPILING = "onekv: compiling attention over encoded KV for this processor; that is done once and takes about 20 s"
-SLOW = "so decoding with this --kv-format is slow on CPU; run pip install -U 'onekv[cpu]'"
 
 
 class Numba(Backend):
+    kernel = True
     eager = True
-    stores = True
+    stores = stores_several = True
 
     @classmethod
     def supports(cls, layer: KVLayer, block_size: int, device: Kind) -> bool:
         known = layer.keys.codes is not None and layer.values.codes is not None
-        return known and block_size % 4 == 0 and device == "cpu" and why_not() is None
+        return known and block_size % 4 == 0 and device == "cpu" and loops.why_not() is None
 
     def decode(self, call: Call, new: Pair | None) -> mx.array | None:
-        step, kv, layer, turns = call.step, self.kv, self.kv.layer, None
+        step, kv = call.step, self.kv
         reach = step.reach(call.mask)
         if reach is None:
             return None
-        if layer.centre is not None:
-            turns = kv.turns.table(step, layer.centre.rope, layer.k_dim)
-        return encoded_decode(
-            call.queries, kv.arrays, layer, new, step.grid, step.lengths, reach, call.scale, call.sinks, turns
-        )
+        where = (step.grid, step.lengths, reach)
+        return encoded_decode(call.queries, kv.arrays, kv.layer, new, *where, call.scale, call.sinks, _turns(kv, step))
 
 
-@functools.cache
-def why_not() -> str | None:
-    """None if numba can be used, else the reason and what to do about it."""
-    if find_spec("numba") is None:
-        return f"numba is not installed, {SLOW}"
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:
-        # It refuses a numpy that is newer than itself.
-        return f"numba cannot be used ({error}), {SLOW}"
-    return None
+def _turns(kv: LayerKV, step: GroupStep) -> mx.array | None:
+    """What a centred layer needs of a step."""
+    layer = kv.layer
+    return kv.turns.table(step, layer.centre.rope, layer.k_dim) if layer.centre is not None else None
 
 
 def encoded_decode(
     queries: mx.array,
     arrays: LayerArrays,
     stored: KVLayer,
-    new: tuple[mx.array, mx.array] | None,
+    new: Pair | None,
     grid: Grid,
     positions: list[int],
     reach: tuple[int, int],
@@ -83,36 +71,74 @@ def encoded_decode(
 
     `reach` is (window, kept tokens). A centred layer needs the `turns.table` of the step.
     """
-    rows, query_heads, _, dim = queries.shape
-    fresh = new if new is not None else (mx.zeros((0, 1, 1, dim)), mx.zeros((0, 1, 1, stored.v_dim)))
-    inputs = [array.astype(mx.float32) for array in (queries, *fresh)]
-    others = [array.astype(mx.float32) for array in (sinks, turns) if array is not None]
-    mx.eval(inputs, others, arrays.all)
+    given = [array.astype(mx.float32) for array in (queries, *(new or ()))]
+    mx.eval(given, arrays.all, *([] if sinks is None else [sinks]))
+    asked, *fresh = (_contiguous(array)[:, :, 0] for array in given)
+    out = decode_rows(
+        asked,
+        arrays,
+        stored,
+        (fresh[0], fresh[1]) if fresh else None,
+        grid,
+        positions,
+        reach,
+        scale,
+        np.asarray(sinks.astype(mx.float32)) if sinks is not None else None,
+        turns,
+    )
+    return mx.array(out)[:, :, None].astype(queries.dtype)
+
+
+def attend_encoded(
+    kv: LayerKV,
+    step: GroupStep,
+    queries: Array,
+    new: tuple[Array, Array] | None,
+    reach: tuple[int, int],
+    scale: float,
+    sinks: Array | None,
+) -> Array:
+    """The same over one layer's KV, for a step; NumPy's arrays in and out, [rows, heads, dim]."""
+    where = (step.grid, step.lengths, reach)
+    return decode_rows(queries, kv.arrays, kv.layer, new, *where, scale, sinks, _turns(kv, step))
+
+
+def decode_rows(
+    queries: Array,
+    arrays: LayerArrays,
+    stored: KVLayer,
+    new: tuple[Array, Array] | None,
+    grid: Grid,
+    positions: list[int],
+    reach: tuple[int, int],
+    scale: float,
+    sinks: Array | None,
+    turns: mx.array | None,
+) -> Array:
+    rows, query_heads, dim = queries.shape
+    if turns is not None:
+        turns = turns.astype(mx.float32)
+        mx.eval(turns)
+    fresh = new if new is not None else (np.zeros((0, 1, dim), np.float32), np.zeros((0, 1, stored.v_dim), np.float32))
     asked = (
         stored.heads,
-        *(_contiguous(array)[:, :, 0] for array in inputs),
+        *(np.ascontiguousarray(array) for array in (queries, *fresh)),
         float(scale),
-        np.asarray(others[0]) if sinks is not None else NOTHING,
+        sinks if sinks is not None else NOTHING,
     )
-    centres = _centres(stored.centre, _contiguous(others[-1]) if turns is not None else NOTHING.reshape(0, 0, 0))
+    centres = _centres(stored.centre, _contiguous(turns) if turns is not None else NOTHING.reshape(0, 0, 0))
     reads = (*grid.numbers, np.array(positions), *reach, grid.block_size)
     out = np.empty((rows, query_heads, stored.v_dim), np.float32)
     rotations = _rotation(dim), _rotation(stored.v_dim)
     _decode(asked, rotations, _side(stored.keys, arrays.keys), _side(stored.values, arrays.values), centres, reads, out)
-    return mx.array(out)[:, :, None].astype(queries.dtype)
+    return out
 
 
 def _decode(*arguments: Any) -> None:
     # Not before it is needed: this imports numba.
-    from numba.core.event import install_listener
+    from .kernel import decode
 
-    from .kernel import Compiling, decode
-
-    if decode.signatures:
-        decode(*arguments)
-        return
-    with install_listener("numba:compile", Compiling(lambda: log.warning(COMPILING))):
-        decode(*arguments)
+    loops.call(decode, COMPILING, *arguments)
 
 
 def _contiguous(array: mx.array) -> Array:

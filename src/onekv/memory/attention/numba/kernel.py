@@ -37,12 +37,12 @@ is kept on disk, and made again when this file changes: so it calls nothing comp
 tuple with a class of its own, which a later version may not have.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
-from numba.core.event import Event, Listener
+
+from ....loops import kept
 
 Array = np.ndarray[Any, Any]
 
@@ -77,15 +77,7 @@ compiled = njit(nogil=True, error_model="numpy", fastmath=RULES)
 adding = njit(nogil=True, error_model="numpy", fastmath={*RULES, "reassoc"})
 
 
-def kept(function: Any) -> Any:
-    """Compiled, and kept on disk if numba finds a folder that it may write to; else each process compiles it."""
-    try:
-        return njit(nogil=True, error_model="numpy", fastmath=RULES, cache=True)(function)
-    except RuntimeError:
-        return compiled(function)
-
-
-@kept
+@kept(fastmath=RULES)
 def decode(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any, reads: Any, out: Array) -> None:
     """`out` [rows, query heads, value dim]."""
     heads, queries, new_keys = inputs[0], inputs[1], inputs[2]
@@ -107,20 +99,6 @@ def decode(inputs: Any, rotations: Any, keys: Any, values: Any, centres: Any, re
                 number = sums[i * width + _place(values[0], j, width)] + state[i * 3 + 2]
                 out[row, i, j] = number / state[i * 3 + 1]
             _unrotate(out[row, i], rotations[1])
-
-
-class Compiling(Listener):
-    """Calls `tell` when `decode` is compiled, and not when what was kept is loaded, however long that takes."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-
-    def on_start(self, event: Event) -> None:
-        if event.data["dispatcher"] is decode:
-            self._tell()
-
-    def on_end(self, event: Event) -> None:
-        pass
 
 
 @compiled
@@ -393,8 +371,10 @@ def _read(side: Any, head: int, slot: int, count: int, dim: int, numbers: Array,
         _floats(biases, first * groups, n * groups, bias)
         if kind == AFFINE + 8:
             _octets(codes, first * d, n * d, numbers)
-        else:
+        elif kind == AFFINE + 4:
             _nibbles(codes, first, n, d, numbers)
+        else:
+            _planes(u64(kind - AFFINE), codes, first, n, d, u64(row_bytes), numbers)
         if groups > ONE:
             _apply(n, d, groups, kind == AFFINE + 4, numbers, scale, bias)
     else:
@@ -434,6 +414,62 @@ def _nibbles(codes: Array, first: int, count: int, dim: int, numbers: Array) -> 
             numbers[even + j] = f32(u8(codes[at + j] & 15))
         for j in range(half):
             numbers[odd + j] = f32(u8(codes[at + j] >> 4))
+
+
+@compiled
+def _planes(bits: int, codes: Array, first: int, count: int, dim: Any, width: int, numbers: Array) -> None:
+    """5 or 6 bits, see `formats.packing`: first what lies above, times 16, then the low four bits are added.
+
+    Shifts are by constants: by others, there are no vector instructions for bytes.
+    """
+    half = dim // TWO
+    for t in range(count):
+        at, to = (first + t) * width, t * dim
+        upper = at + half
+        if bits == 5:
+            size = dim // u64(8)
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 4) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 3) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 2) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 1) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8(codes[upper + j] & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] >> 1) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] >> 2) & 16))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] >> 3) & 16))
+        else:
+            size = dim // u64(4)
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 4) & 48))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] << 2) & 48))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8(codes[upper + j] & 48))
+            to += size
+            for j in range(size):
+                numbers[to + j] = f32(u8((codes[upper + j] >> 2) & 48))
+        to = t * dim
+        for j in range(half):
+            numbers[to + j] += f32(u8(codes[at + j] & 15))
+        to += half
+        for j in range(half):
+            numbers[to + j] += f32(u8(codes[at + j] >> 4))
 
 
 @compiled
@@ -533,8 +569,10 @@ def _store(row: Array, side: Any, head: int, slot: int) -> None:
         if kind == AFFINE + 8:
             for j in range(row.size):
                 stored[j] = own[j]
-        else:
+        elif kind == AFFINE + 4:
             _pack(own, 4, stored)
+        else:
+            _pack_planes(own, kind - AFFINE, stored)
     else:
         scales[at] = _half(_find(row, book, edges, own))
         _pack(own, kind, stored)
@@ -600,6 +638,20 @@ def _pack(codes: Array, bits: int, out: Array) -> None:
             out[j] |= (pair & 3) << 6
             out[last + j] |= ((pair >> 2) & 3) << 6
             out[2 * last + j] |= (pair >> 4) << 6
+
+
+@compiled
+def _pack_planes(codes: Array, bits: int, out: Array) -> None:
+    """Like `formats.packing.pack_planes`."""
+    more, half = bits - 4, codes.size // 2
+    size = codes.size * more // 8
+    for j in range(half):
+        out[j] = (codes[j] & 15) | ((codes[half + j] & 15) << 4)
+    for j in range(size):
+        above = 0
+        for part in range(8 // more):
+            above |= (codes[part * size + j] >> 4) << (part * more)
+        out[half + j] = above
 
 
 @compiled

@@ -1,0 +1,30 @@
+  const int row = rows[0];
+#include "last.cu"
+  for (int index = threadIdx.x; index < G * (DV / 4); index += 128) {
+    const int d = index % (DV / 4) * 4, query_head = head * G + index / (DV / 4);
+    const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
+    float highest = sink;
+    for (int i = range[0]; i < range[1]; i++)
+      highest = max(highest, __ldcg(tops + (int64_t)order[i] * H * G + query_head));
+    float total = SINKS ? exp2f(sink - highest) : 0.0f;
+    float4 result = make_float4(0, 0, 0, 0);
+    #pragma unroll 4
+    for (int i = range[0]; i < range[1]; i++) {
+      const int64_t place = (int64_t)order[i] * H * G + query_head;
+      const float top_of = __ldcg(tops + place);
+      const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + place * DV + d));
+      total += __ldcg(sums + place) * shrink;
+      result.x += x.x * shrink;
+      result.y += x.y * shrink;
+      result.z += x.z * shrink;
+      result.w += x.w * shrink;
+    }
+    // A row of padding has read nothing.
+    if (total == 0.0f) total = 1.0f;
+    T* to = out + ((int64_t)row * H * G + query_head) * DV + d;
+    to[0] = T(result.x / total);
+    to[1] = T(result.y / total);
+    to[2] = T(result.z / total);
+    to[3] = T(result.w / total);
+  }
