@@ -14,12 +14,15 @@ from ..memory.kv import KVMemory
 from ..memory.pool import IntegrityError, OutOfBlocks
 from ..tiers.base import Tier
 from ..units import format_size
+from .branch import Branch, branch_of
+from .events import Cleared, Listener, Removed
 from .figures import DAMAGED, LATE, Figures, PrefixStats
 from .find import Finder, Found, NotKnownYet
-from .index import Index, Node, as_bytes, held
+from .index import Index, Node, as_bytes, held, stored
 from .lease import Lease
 from .loading import Loader
 from .offload import Offload
+from .recent import Recent
 from .snapshots import Snapshots
 from .store import Store
 
@@ -38,7 +41,7 @@ class PrefixCache:
         """Evicted blocks go to the first of `tiers` that takes them; with `write_through` all do, as soon as full."""
         self.enabled = enabled
         self._memory = memory
-        self.index = Index(fingerprint, memory.block_size)
+        self.index = Index(fingerprint, memory.block_size, now)
         self.snapshots = Snapshots(snapshot_budget)
         self._figures = Figures()
         self.tiers = tuple(tiers)
@@ -51,14 +54,16 @@ class PrefixCache:
 
     # Sequences
 
-    def open(self, tokens: list[int], max_length: int, salt: str = "", seconds: float = 0.0) -> Lease:
+    def open(
+        self, tokens: list[int], max_length: int, salt: str = "", seconds: float = 0.0, alone: bool = False
+    ) -> Lease:
         """A lease for `tokens` that has stored as many of them as are cached, but never the last one.
 
         It may be loading first. Raises NotKnownYet if a tier has not answered within `seconds`, BeingRead if another
         one loads what this one needs, OutOfBlocks if what is left to compute cannot be promised; in all cases nothing
-        has changed, and it can be tried again.
+        has changed, and it can be tried again. With `alone` it starts from nothing and leaves nothing.
         """
-        if not self.enabled:
+        if not self.enabled or alone:
             return Lease(self._store, self._loader, self._nothing(salt), max_length, tokens, None, publishes=False)
         found = self._finder.find(tokens, salt, seconds=seconds)
         try:
@@ -70,11 +75,16 @@ class PrefixCache:
             lease = self._lease(self._finder.whole_blocks(found), tokens, max_length, salt)
         if lease.loading is None:
             self._figures.started(lease.sequence.length, lease.missed)
+        lease.branch = self._branch(found, tokens)
         return lease
 
     def _lease(self, found: Found, tokens: list[int], max_length: int, salt: str) -> Lease:
         missed = self._finder.why_not_more(found, tokens, salt)
         return Lease(self._store, self._loader, found, max_length, tokens, missed)
+
+    def _branch(self, found: Found, tokens: list[int]) -> Branch | None:
+        # What goes on on disk is not known.
+        return branch_of(found.match, tokens) if found.known == found.match.length else None
 
     def _nothing(self, salt: str) -> Found:
         return Found(self.index.match(b"", salt, 0), [], 0, 0)
@@ -97,19 +107,29 @@ class PrefixCache:
             ended.append((lease, not loading.failed))
         return ended
 
-    def probe(self, tokens: list[int], salt: str = "", seconds: float = 1.0) -> tuple[int, int, str | None]:
-        """How many of `tokens` a request would find cached now, how many of those in RAM, and why not more.
+    def loadable(self, seconds: float) -> bool:
+        """Whether `load` would read something now; waits for that for at most about `seconds`."""
+        return self._loader.ready(seconds)
+
+    def being_read(self) -> Iterator[tuple[int, int]]:
+        """(group, block) of all that is on its way from colder tiers."""
+        return self._loader.places()
+
+    def probe(
+        self, tokens: list[int], salt: str = "", seconds: float = 1.0
+    ) -> tuple[int, int, str | None, Branch | None]:
+        """How many of `tokens` a request would find cached now, how many of those in RAM, why not more, and where from.
 
         Changes nothing. Waits for colder tiers for about `seconds`.
         """
         if not self.enabled:
-            return 0, 0, "the prefix cache is off"
+            return 0, 0, "the prefix cache is off", None
         hot = self._finder.in_memory(tokens, salt)
         try:
             found = self._finder.find(tokens, salt, touch=False, seconds=seconds)
         except NotKnownYet:
-            return hot, hot, LATE
-        return found.length, hot, self._finder.why_not_more(found, tokens, salt)
+            return hot, hot, LATE, None
+        return found.length, hot, self._finder.why_not_more(found, tokens, salt), self._branch(found, tokens)
 
     # All of it
 
@@ -117,6 +137,9 @@ class PrefixCache:
         """Forget everything that no running sequence uses and that is not pinned; in colder tiers, everything."""
         self.forget()
         self._offload.clear()
+        listener, nodes = self.index.listener, self.index.nodes.values()
+        if listener is not None and not any(self.index.full(node) for node in nodes):
+            listener(Cleared())
 
     def forget(self) -> None:
         """Like `clear`, but what colder tiers have stays there."""
@@ -126,6 +149,51 @@ class PrefixCache:
         """Offer to the colder tiers all that is cached and fits there, waiting for it; gives (bytes done, in all)."""
         return self._offload.everything()
 
+    def close(self) -> None:
+        """Forget everything, tell whoever listens, close the colder tiers."""
+        self.forget()
+        self._stop_listening()
+        for tier in self.tiers:
+            tier.close()
+
+    def share(self, seconds: float) -> None:
+        """Copy what is cached to tiers that others read, too, as they want it, for about `seconds`."""
+        self._offload.share(seconds)
+
+    @property
+    def unshared(self) -> bool:
+        """Whether tiers want more."""
+        return self._offload.unshared
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of prompts were computed in that time: what reading has to beat."""
+        for tier in self.tiers:
+            tier.computed(tokens, seconds)
+
+    def recent(self, tokens: int) -> Recent:
+        """What the colder tiers hold: about `tokens` in each of those used last. For the start, not for a request."""
+        count = -(-tokens // self._memory.block_size) if self.enabled else 0
+        return Recent(self.index, [address for tier in self.tiers for address in tier.recent(count)])
+
+    # Who listens
+
+    def listen(self, listener: Listener) -> None:
+        """`listener` hears of every whole block that is in RAM now, and that comes or goes from now on."""
+        for node in self.index.nodes.values():
+            if self.index.full(node):
+                listener(stored(node))
+        self.index.listener = listener
+
+    def _stop_listening(self) -> None:
+        """Whoever listens hears that nothing is there any more, and then nothing."""
+        listener, self.index.listener = self.index.listener, None
+        if listener is not None:
+            # What continues a node is younger than the node.
+            for node in reversed(self.index.nodes.values()):
+                if self.index.full(node):
+                    listener(Removed(node.key))
+            listener(Cleared())
+
     # Pins
 
     def pin(self, tokens: list[int], salt: str = "") -> int:
@@ -133,17 +201,48 @@ class PrefixCache:
         data = as_bytes(tokens)
         match = self.index.match(data, salt, len(tokens))
         path = [*match.nodes, *([match.tail] if match.tail and match.length == match.tail.end else [])]
+        return self._pin(path, salt, data)
+
+    def _pin(self, path: list[Node], salt: str, tokens: bytes) -> int:
         self._store.pin(path)
-        self._pins.setdefault((salt, data), []).append(path)
+        self._pins.setdefault((salt, tokens), []).append(path)
         return path[-1].end if path else 0
 
     def unpin(self, tokens: list[int], salt: str = "") -> None:
         """Take back one pin of `tokens`: of what was pinned then, not of what is cached now."""
         name = (salt, as_bytes(tokens))
         if name in self._pins:
-            self._store.unpin(self._pins[name].pop())
-            if not self._pins[name]:
-                del self._pins[name]
+            self._unpin(name, self._pins[name][-1])
+
+    def _unpin(self, name: tuple[str, bytes], path: list[Node]) -> None:
+        self._pins[name].remove(path)
+        if not self._pins[name]:
+            del self._pins[name]
+        self._store.unpin(path)
+
+    # One conversation, by the key of a node: what somebody sees in the tree
+
+    def pin_node(self, node: Node) -> int:
+        """Never evict `node` and what comes before it; returns how many tokens they hold."""
+        path = list(node.path())[::-1]
+        return self._pin(path, self.index.salt_of(node), b"".join(each.tokens for each in path))
+
+    def unpin_node(self, node: Node) -> None:
+        """Take back one pin that ends at `node`, if there is one."""
+        found = ((name, path) for name, paths in self._pins.items() for path in paths if path and path[-1] is node)
+        if (pin := next(found, None)) is not None:
+            self._unpin(*pin)
+
+    def pinned_ends(self) -> frozenset[bytes]:
+        """The keys of nodes at which a pin ends."""
+        return frozenset(path[-1].key for paths in self._pins.values() for path in paths if path)
+
+    def drop_node(self, node: Node) -> int:
+        """Forget `node` and what continues it, in the colder tiers, too, unless it is in use or pinned.
+
+        Returns how many nodes are gone. What continues it in a colder tier alone stays there.
+        """
+        return self._store.drop(node)
 
     def refusal(self) -> MemoryBudgetError:
         """Why nothing can be admitted although nothing runs: what is left is pinned."""

@@ -8,7 +8,7 @@ REMEMBERED = 65536
 
 NO_SNAPSHOT = "no snapshot at that length"
 EVICTED = "evicted"
-DAMAGED = "damaged on disk"
+DAMAGED = "could not be read from a colder tier"
 OTHER_SALT = "other salt"
 NEVER_SEEN = "never seen"
 LATE = "a colder tier has not answered yet"

@@ -8,14 +8,16 @@ everything before it. Tokens are kept and compared. Partial blocks are leaves: t
 """
 
 import hashlib
+import time
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..memory.pool.table import FORGOTTEN
 from ..tiers.base import Address
+from .events import Listener, Removed, Stored
 
 TOKEN_BYTES = 4
 
@@ -23,7 +25,9 @@ TOKEN_BYTES = 4
 class Node:
     """One block of tokens, [start, end); `blocks[g]` is where group g keeps it, FORGOTTEN if it does not."""
 
-    __slots__ = ("blocks", "children", "key", "last_used", "leases", "ordered", "parent", "pins", "start", "tokens")
+    __slots__ = (
+        "blocks", "children", "key", "last_used", "leases", "ordered", "parent", "pins", "start", "tokens", "used_at"
+    )  # fmt: skip
 
     def __init__(self, parent: "Node | None", key: bytes, tokens: bytes, blocks: list[int]) -> None:
         self.parent, self.key, self.tokens, self.blocks = parent, key, tokens, blocks
@@ -31,7 +35,8 @@ class Node:
         # By their tokens; and these in order, so that neighbours have most in common.
         self.children: dict[bytes, Node] = {}
         self.ordered: list[bytes] = []
-        self.last_used = 0
+        # When it was used last: as a count of all uses, which no two nodes share, and by the clock.
+        self.last_used, self.used_at = 0, 0.0
         # Running sequences that go on from here.
         self.leases = 0
         self.pins = 0
@@ -63,11 +68,14 @@ class Match:
 
 
 class Index:
-    def __init__(self, fingerprint: str, block_size: int) -> None:
+    def __init__(self, fingerprint: str, block_size: int, now: Callable[[], float] = time.perf_counter) -> None:
         """`fingerprint` names what the blocks depend on besides tokens: model, layout, dtype, block size."""
+        self._now = now
         self._fingerprint, self._block_bytes = fingerprint, block_size * TOKEN_BYTES
         self.roots: dict[str, Node] = {}
         self.nodes: dict[bytes, Node] = {}
+        # Hears of every whole block that comes or goes (events.py).
+        self.listener: Listener | None = None
         self._clock = 0
 
     def root(self, salt: str) -> Node:
@@ -75,6 +83,12 @@ class Index:
             digest = _hash(self._fingerprint.encode() + b"\0" + salt.encode())
             self.roots[salt] = Node(None, digest, b"", [])
         return self.roots[salt]
+
+    def salt_of(self, node: Node) -> str:
+        """Whose `node` is."""
+        while node.parent is not None:
+            node = node.parent
+        return next(salt for salt, root in self.roots.items() if root is node)
 
     def match(self, tokens: bytes, salt: str, limit: int, touch: bool = True) -> Match:
         """What is known of the first `limit` tokens; with `touch` the nodes found count as used now."""
@@ -126,6 +140,8 @@ class Index:
         parent.children[tokens] = node
         insort(parent.ordered, tokens)
         self.touch(node)
+        if self.listener is not None and self.full(node):
+            self.listener(stored(node))
         return node
 
     def remove(self, node: Node) -> None:
@@ -135,15 +151,22 @@ class Index:
         siblings = node.parent
         del siblings.children[node.tokens]
         del siblings.ordered[bisect_left(siblings.ordered, node.tokens)]
+        if self.listener is not None and self.full(node):
+            self.listener(Removed(node.key))
 
     def touch(self, node: Node) -> None:
         self._clock += 1
-        node.last_used = self._clock
+        node.last_used, node.used_at = self._clock, self._now()
 
 
 def as_bytes(tokens: list[int]) -> bytes:
     """Tokens as the index keeps them."""
     return np.asarray(tokens, np.int32).tobytes()
+
+
+def as_tokens(data: bytes) -> list[int]:
+    """Tokens as the index keeps them, as numbers."""
+    return [int(token) for token in np.frombuffer(data, np.int32)]
 
 
 def _hash(data: bytes) -> bytes:
@@ -154,7 +177,7 @@ def _longest_common(parent: Node, tokens: bytes) -> tuple[Node | None, int]:
     """The child of `parent` that shares the most first tokens with `tokens`, and how many."""
     at = bisect_left(parent.ordered, tokens)
     near = parent.ordered[max(0, at - 1) : at + 1]
-    most, best = max(((_common(each, tokens), each) for each in near), default=(0, b""), key=lambda found: found[0])
+    most, best = max(((common(each, tokens), each) for each in near), default=(0, b""), key=lambda found: found[0])
     if not most:
         return None, 0
     # Of equals the shortest: a partial block that is matched whole can be taken over.
@@ -162,7 +185,8 @@ def _longest_common(parent: Node, tokens: bytes) -> tuple[Node | None, int]:
     return whole or parent.children[best], most
 
 
-def _common(a: bytes, b: bytes) -> int:
+def common(a: bytes, b: bytes) -> int:
+    """How many first tokens are the same."""
     length = min(len(a), len(b)) // TOKEN_BYTES
     if a[: length * TOKEN_BYTES] == b[: length * TOKEN_BYTES]:
         return length
@@ -174,6 +198,13 @@ def address_of(node: Node) -> Address:
     """The node as tiers know it."""
     assert node.parent is not None, "a root has no content"
     return Address(node.key, node.parent.key, node.start, node.tokens)
+
+
+def stored(node: Node) -> Stored:
+    """That the node is there, as listeners hear of it."""
+    assert node.parent is not None, "a root has no content"
+    # The key of a root is made of the salt alone, and is nobody's business.
+    return Stored(node.key, node.parent.key if node.parent.parent is not None else None, node.tokens)
 
 
 def held(node: Node, group: int) -> bool:

@@ -19,12 +19,12 @@ A lease is made on what was found cached, in this order and nowhere else:
 Nothing is copied or moved for any of that, but for the one partial block of an end that others still need.
 """
 
-import mlx.core as mx
-
+from ..memory.device import settle
 from ..memory.pool import IntegrityError
-from ..memory.pool.sequence import Sequence
+from ..memory.pool.sequence import Sequence, State
 from ..memory.pool.table import FORGOTTEN, WANTED
 from ..tiers.base import STATES, Tier
+from .branch import Branch
 from .find import Found, Link
 from .index import TOKEN_BYTES, Node, as_bytes, held
 from .loading import Loader, Loading
@@ -54,6 +54,8 @@ class Lease:
         """
         self._store, self._loader, self._publishes = store, loader, publishes
         self._prompt, self.missed = prompt, missed
+        # Where the prompt leaves what is cached, if something else goes on there.
+        self.branch: Branch | None = None
         self._size = store.memory.block_size
         # Where a snapshot would have let the sequence start, had there been one.
         self._junction = found.known - found.known % self._size
@@ -72,10 +74,10 @@ class Lease:
         self.loading: Loading | None = None
         try:
             if not wanted:
-                self.sequence.length, self.sequence.states = found.length, states
+                self._continue(found.length, states)
                 return
             left = {(found.path[i].key, part): self._place(found.path[i], i, part) for i, part in wanted}
-            self.loading = Loading(self.sequence, found.length, left, states or None)
+            self.loading = Loading(found.length, left, states or None)
             loader.start(self.loading)
         except BaseException:
             self.loading = None
@@ -108,7 +110,7 @@ class Lease:
         assert node is not None, "what is not in RAM is read"
         return node
 
-    def _states_at(self, found: Found) -> list[list[mx.array | None]]:
+    def _states_at(self, found: Found) -> list[State]:
         """The recurrent states at the length found, if they are in RAM."""
         if not self._recurrent or not found.length:
             return []
@@ -119,7 +121,7 @@ class Lease:
         if snapshot.length != found.length:
             raise IntegrityError(f"no recurrent state is tagged {found.length}")
         self._store.snapshots.use(key)
-        return [list(state) for state in snapshot.states]
+        return snapshot.states
 
     def _take(self, found: Found, max_length: int) -> Sequence:
         """Share, reserve, make room, take."""
@@ -190,6 +192,12 @@ class Lease:
         finally:
             self._unshare(end)
 
+    def _continue(self, length: int, states: list[State]) -> None:
+        """The sequence has `length` tokens stored, which others have computed."""
+        self.sequence.length = length
+        if states:
+            self._store.memory.restore(self.sequence, states)
+
     def loaded(self) -> None:
         """What was read is in its place: it is as if the sequence had computed it. If not all was, it is released."""
         loading, self.loading = self.loading, None
@@ -197,9 +205,7 @@ class Lease:
         if loading.failed:
             self.release()
             return
-        self.sequence.length = loading.length
-        if loading.states is not None:
-            self.sequence.states = loading.states
+        self._continue(loading.length, loading.states or [])
         self.publish(self._prompt)
         self.snapshot()
 
@@ -287,7 +293,7 @@ class Lease:
             self._keep_states()
 
     def _keep_states(self) -> None:
-        snapshot = Snapshot(self.sequence.length, self._store.memory.states_of(self.sequence))
+        snapshot = Snapshot(self.sequence.length, self._store.memory.keep_states(self.sequence))
         self._store.keep_snapshot(self._at, snapshot)
 
     # Ending
@@ -321,6 +327,8 @@ class Lease:
         for used in path:
             self._store.index.touch(used)
         self._store.offload.touch([used.key for used in path])
+        # Whole blocks, the first ones first: that is how others find them.
+        self._store.offload.want([used.key for used in reversed(path) if self._store.index.full(used)])
 
     def _leave(self) -> None:
         """The sequence does not go on from its node any more."""
@@ -354,4 +362,4 @@ class Lease:
         # Slots that are not read count with weight 0, and 0 times NaN is NaN: the next holder must not find any.
         for pool, held_before in zip(self._store.pools, blocks, strict=True):
             pool.erase(held_before)
-        mx.eval(self._store.memory.arrays())
+        settle(self._store.memory.arrays())

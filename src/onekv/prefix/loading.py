@@ -9,13 +9,13 @@ starts to read the same: it waits for this one.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 from ..memory.kv import KVMemory
-from ..memory.pool.blocks import Blocks, make_states, shared_memory, state_tensors, write_block
-from ..memory.pool.sequence import Sequence, State
+from ..memory.pool.blocks import Blocks, shared_memory, state_tensors, write_block
+from ..memory.pool.sequence import State
 from ..tiers.base import STATES, Target, Tier
 
 # Parts asked for at once. Where other threads cannot copy them into the pool, this many, less than four, lie beside it.
@@ -27,9 +27,8 @@ PartName = tuple[bytes, int]
 
 @dataclass(eq=False)
 class Loading:
-    """`sequence` will have `length` tokens stored when the parts in `left` have been read."""
+    """A sequence will have `length` tokens stored when the parts in `left` have been read."""
 
-    sequence: Sequence
     length: int
     # From which tier, and into which block of its group; recurrent states have no place in the pool.
     left: dict[PartName, tuple[Tier, int]]
@@ -60,6 +59,13 @@ class Loader:
         """Whether some of `parts` are being read now."""
         return any(not parts.isdisjoint(loading.left) for loading in self._open)
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """(group, block) of all that is being read now."""
+        for loading in self._open:
+            for (_, part), (_, block) in loading.left.items():
+                if part != STATES:
+                    yield part, block
+
     def start(self, loading: Loading) -> None:
         told: list[tuple[Tier, list[PartName]]] = []
         try:
@@ -73,25 +79,44 @@ class Loader:
         self._open.append(loading)
 
     def stop(self, loading: Loading) -> None:
-        """What is left of it will not be read."""
+        """What is left of it will not be read; nothing is, where it was stopped before."""
+        # Where reading raises, those that ended before are stopped, and nobody has heard of it.
+        if loading not in self._open:
+            return
         self._open.remove(loading)
         for tier, parts in loading.by_tier().items():
             tier.unexpect(parts)
 
+    def ready(self, seconds: float) -> bool:
+        """Whether something can be read now; waits for that for at most about `seconds`."""
+        if self._next() is not None:
+            return True
+        waits = [(tier, parts) for loading in self._open for tier, parts in loading.by_tier().items()]
+        return any(tier.ready(parts, seconds / len(waits)) for tier, parts in waits)
+
+    def _next(self) -> tuple[Loading, Tier, list[PartName]] | None:
+        """Of the oldest sequence whose tiers have something ready, some of that."""
+        for loading in self._open:
+            for tier, parts in loading.by_tier().items():
+                if ready := list(tier.ready(parts)):
+                    return loading, tier, ready[:AT_ONCE]
+        return None
+
     def read(self, seconds: float) -> list[Loading]:
-        """Read what sequences lack, the oldest first, for about `seconds`; gives those that ended, stopped."""
+        """Read what is ready of what sequences lack, the oldest first, for about `seconds`; gives those that ended,
+        stopped.
+        """
         ended: list[Loading] = []
         deadline = self._now() + seconds
-        while self._open and (left := deadline - self._now()) > 0:
-            loading = self._open[0]
-            tier, parts = next(iter(loading.by_tier().items()))
-            self._read(loading, tier, parts[:AT_ONCE], left)
+        while (left := deadline - self._now()) > 0 and (following := self._next()) is not None:
+            loading, tier, parts = following
+            self.read_parts(loading, tier, parts, left)
             if loading.ended:
                 self.stop(loading)
                 ended.append(loading)
         return ended
 
-    def _read(self, loading: Loading, tier: Tier, parts: list[PartName], seconds: float) -> None:
+    def read_parts(self, loading: Loading, tier: Tier, parts: list[PartName], seconds: float) -> None:
         """Read some of what is left into its place, or beside the pool and then from there."""
         targets: list[Target] = []
         direct = {part for _, part in parts if part != STATES} if shared_memory() else set()
@@ -99,11 +124,12 @@ class Loader:
             self._blocks[group].look()
         for key, part in parts:
             into: bytearray | Callable[[memoryview], None]
-            if part in direct:
-                into = partial(self._blocks[part].write, loading.left[key, part][1])
+            block = None if part == STATES else loading.left[key, part][1]
+            if block is not None and part in direct:
+                into = partial(self._blocks[part].write, block)
             else:
                 into = bytearray(self._bytes_of(part))
-            targets.append(Target(key, part, into))
+            targets.append(Target(key, part, into, block))
         for target, read in zip(targets, tier.read(targets, seconds), strict=True):
             if read is None:
                 continue
@@ -113,7 +139,7 @@ class Loader:
             elif isinstance(target.into, bytearray):
                 data = memoryview(target.into)
                 if target.part == STATES:
-                    loading.states = make_states(self._memory.layout, data)
+                    loading.states = self._memory.make_states(data)
                 else:
                     write_block(self._memory.pools[target.part], block, data)
 

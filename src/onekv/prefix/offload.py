@@ -2,16 +2,24 @@
 
 Which tier has a part is for the tiers to know. What counts for all of it, a use or its end, is told to all of them.
 Without tiers nothing is taken and everything that is evicted is lost.
+
+Tiers that want copies of what stays in RAM get them between steps (`share`), from a list of nodes that wait for that. A
+node that is evicted meanwhile is off the list, and goes where evicted ones go.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from ..memory.kv import KVMemory
-from ..memory.pool.blocks import Blocks, read_states, state_tensors, states_fit
+from ..memory.pool.blocks import BlockContent, Blocks, StatesContent, state_tensors, states_fit
 from ..tiers.base import STATES, Tier
 from .index import Index, Node, address_of, held
 from .snapshots import Snapshot, Snapshots
+
+# Nodes that wait to be copied to a tier, at most; the oldest is forgotten then, until it is used again.
+UNSHARED = 65536
+# Seconds for such copies when all ends.
+LAST_SECONDS = 10.0
 
 
 class Offload:
@@ -20,17 +28,19 @@ class Offload:
         self._pools, self._index, self._snapshots = memory.pools, index, snapshots
         self._blocks = [Blocks(pool) for pool in memory.pools]
         self._states = state_tensors(memory.layout)
+        # Keys of nodes that a tier wants a copy of, the oldest first.
+        self._unshared: dict[tuple[Tier, bytes], None] = {}
 
     def block(self, node: Node, group: int, wait: bool = False) -> bool:
         """Offer a node's block of one group."""
-        return self._offer(node, group, partial(self._blocks[group].read, node.blocks[group]), wait)
+        return self._offer(node, group, BlockContent(self._blocks[group], node.blocks[group]), wait)
 
     def states(self, node: Node, snapshot: Snapshot, wait: bool = False) -> bool:
         """Offer recurrent states, unless they are of another shape than the layout's."""
         states = snapshot.states
         if not states_fit(states, self._states):
             return False
-        return self._offer(node, STATES, lambda out: read_states(states, out), wait)
+        return self._offer(node, STATES, StatesContent(states), wait)
 
     def node(self, node: Node, wait: bool = False) -> None:
         """Offer all that is left of a node."""
@@ -47,6 +57,7 @@ class Offload:
     def everything(self) -> Iterator[tuple[int, int]]:
         """Offer all that is cached and fits, waiting for it; gives (bytes done, in all)."""
         nodes: list[Node] = []
+        self._share_the_rest()
         room = sum(tier.stats().limit for tier in self.tiers)
         # The hottest first: a beginning is hotter than what continues it, and is worth something without it.
         for node in sorted(self._index.nodes.values(), key=lambda node: -node.last_used) if self.tiers else ():
@@ -57,6 +68,8 @@ class Offload:
         keys = [node.key for node in reversed(nodes)]
         self.touch(keys)
         total, done = sum(map(self._node_bytes, nodes)), 0
+        if nodes:
+            yield done, total
         for node in nodes:
             self.node(node, wait=True)
             done += self._node_bytes(node)
@@ -67,6 +80,55 @@ class Offload:
         snapshot = self._snapshots.get(node.key)
         blocks = sum(pool.block_bytes for group, pool in enumerate(self._pools) if held(node, group))
         return blocks + (snapshot.nbytes if snapshot is not None else 0)
+
+    def want(self, keys: Sequence[bytes]) -> None:
+        """These nodes were used, the first of a path first: note which of them tiers want to have copies of."""
+        for tier in self.tiers:
+            for key in tier.wants(keys):
+                self._unshared[tier, key] = None
+        while len(self._unshared) > UNSHARED:
+            del self._unshared[next(iter(self._unshared))]
+
+    @property
+    def unshared(self) -> bool:
+        return bool(self._unshared)
+
+    def share(self, seconds: float) -> None:
+        """Copy nodes to the tiers that want them, while they have room: for about `seconds`, and one at least."""
+        end = time.perf_counter() + seconds
+        while self._unshared:
+            tier, key = next(iter(self._unshared))
+            node, room = self._index.nodes.get(key), True
+            try:
+                room = node is None or not tier.wants([key]) or self._copy(tier, node, wait=False)
+            finally:
+                # Where that raised, it is not tried in every step.
+                if room:
+                    del self._unshared[tier, key]
+            if not room or time.perf_counter() >= end:
+                break
+
+    def _share_the_rest(self) -> None:
+        """Copy what tiers still want, waiting for room, for `LAST_SECONDS` at most."""
+        end = time.perf_counter() + LAST_SECONDS
+        for tier, key in list(self._unshared):
+            node = self._index.nodes.get(key)
+            if time.perf_counter() < end and node is not None and tier.wants([key]):
+                self._copy(tier, node, wait=True)
+        self._unshared.clear()
+
+    def _copy(self, tier: Tier, node: Node, wait: bool) -> bool:
+        """Offer all parts of `node` to `tier`; False if it had no room for one."""
+        address, snapshot = address_of(node), self._snapshots.get(node.key)
+        fills = {
+            group: BlockContent(self._blocks[group], node.blocks[group])
+            for group in range(len(self._pools))
+            if held(node, group)
+        }
+        taken = all(tier.offer(address, group, fill, wait) for group, fill in fills.items())
+        if snapshot is not None and states_fit(states := snapshot.states, self._states):
+            taken = tier.offer(address, STATES, StatesContent(states), wait) and taken
+        return taken
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """These nodes were used now, the last of them last."""

@@ -65,8 +65,9 @@ class Snapshots:
 
 
 def message_ends(prompt: list[int], stop_tokens: set[int]) -> list[int]:
-    """Where later prompts are likely to leave this one: after its first message, often the system's, and before its
-    last. Templates end a message with the token that ends an answer.
+    """Where later prompts are likely to leave this one: after its first message, often the system's; before its last;
+    and after that, where the answer begins, which a later prompt may have without its thinking. Templates end a
+    message with the token that ends an answer.
     """
     ends = [index + 1 for index, token in enumerate(prompt) if token in stop_tokens]
-    return sorted({ends[0], ends[max(0, len(ends) - 2)]}) if ends else []
+    return sorted({*ends[:1], *ends[-2:]})

@@ -182,6 +182,23 @@ class Store:
         self.used(node)
         self.offload.drop(keys)
 
+    def drop(self, node: Node) -> int:
+        """Forget `node` and what continues it, but for what is in use or pinned, in the colder tiers, too."""
+        below = [node]
+        for each in below:
+            below.extend(each.children.values())
+        keys = []
+        # What continues a node comes after it.
+        for each in reversed(below):
+            if self.removable(each):
+                keys.append(each.key)
+                self.remove(each)
+        self.offload.drop(keys)
+        assert node.parent is not None, "a root holds nothing"
+        self.used(node.parent)
+        self.prune(node.parent)
+        return len(keys)
+
     def clear(self) -> None:
         """Forget everything that no running sequence uses and that is not pinned."""
         leaves = [node for node in self.index.nodes.values() if self.removable(node)]

@@ -8,10 +8,13 @@ disk.py        the disk tier: the contract, by means of   DiskTier
 writer.py      the thread that changes the folder         Writer; tasks.py: what it does
 reader.py      the threads that read                      Readers, with their tasks
 shared.py      what these threads share                   Setup, Shared
+opened.py      what the tiers of several models share     OpenFolder: turns, counts, fair shares
 limited.py     the folder within its limit                LimitedStore
 store.py       files and rows, changed in order           Store
 index.py       which parts there are (SQLite)             DiskIndex; rows.py: what it says; schema.py: its tables
 folder.py      names, lock, and what is ours              Folder; image.py: what a file looks like
 files.py       what is asked of the system                Files, Clock
 maintain.py    `onekv cache`: look, check, empty
+
+remote/        the remote tier: a store that several servers share       RemoteTier
 """

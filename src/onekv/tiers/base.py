@@ -15,9 +15,13 @@ Who owns a part while it moves:
            Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays
            there, as a clean copy: evicting that block later costs no write.
 
+A tier that others read, too, takes copies of what RAM keeps: it says which nodes it wants (`wants`) when they have
+been used, and is offered them between later steps, as fast as it has buffers.
+
 Looking up may take long where a tier has to ask elsewhere. `find` and `tails` then give None: not known yet. The tier
 goes on finding out, and who asked asks again, with the same keys, between two steps. An answer is as good as when it
-was given: a part that is gone by the time it is read is one that could not be read.
+was given: a part that is gone by the time it is read is one that could not be read. Reading may take long, too: then
+what is expected comes in threads of the tier, `ready` says what has come, and only that is read.
 
 All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
 all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
@@ -29,6 +33,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from ..units import format_size
 
 # The part of a node that is its recurrent states; parts from 0 on are groups.
 STATES = -1
@@ -76,8 +82,29 @@ class TierStats:
     corrupt: int
     # Bytes that wait to be written now.
     queued_bytes: int
-    # Why the tier has stopped working, if it has.
+    # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
+    # Of tiers on other machines. How often it was paused; look-ups and transfers that took too long; hits that were not
+    # used because computing is faster; parts that somebody wrote who does not know the secret.
+    pauses: int = 0
+    late: int = 0
+    not_worth: int = 0
+    forged: int = 0
+    # Running estimates: seconds until an answer begins, and bytes per second then; 0 before anything was measured.
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+    @property
+    def up(self) -> bool:
+        return self.failed is None
+
+    @property
+    def summary(self) -> str:
+        """A few words; a tier without a limit of its own does not know what it has."""
+        if self.limit:
+            return f"{self.blocks} blocks, {format_size(self.bytes)} of {format_size(self.limit)}"
+        speed = f", {format_size(self.bandwidth)}/s" if self.bandwidth else ""
+        return self.failed or f"{self.hits} blocks read, {self.writes} written{speed}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +118,8 @@ class Target:
     key: bytes
     part: int
     into: bytearray | Callable[[memoryview], None]
+    # Which block of the pool it is for; recurrent states have none.
+    block: int | None = None
 
 
 class Tier(Protocol):
@@ -102,8 +131,15 @@ class Tier(Protocol):
         some seconds.
         """
 
+    def has(self, key: bytes, part: int) -> bool:
+        """Whether it is known, without asking anybody, that a part is there or on its way there."""
+
     def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:
         """The partial blocks that continue `parent`: ends of conversations. None and `seconds`: as for `find`."""
+
+    def recent(self, count: int) -> list[Address]:
+        """At most `count` nodes, those used last first. Asked once, at the start; a tier that cannot say has none."""
+        return []
 
     def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
         """Take a part, whose content `fill` copies into the buffer it is given; False if there was no room.
@@ -118,6 +154,10 @@ class Tier(Protocol):
     def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
         """These will not be read after all."""
 
+    def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
+        """Those of the expected `parts` that `read` has an answer for at once; waits for one for at most `seconds`."""
+        return parts
+
     def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
         """Read parts that were expected, several at once, and begin none after `seconds`.
 
@@ -127,6 +167,13 @@ class Tier(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """They were used now, the last of them last: it is the last to be evicted."""
+
+    def wants(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Those of these nodes, all in RAM, that are to be offered although they stay there."""
+        return []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """So many tokens of prompts were computed in that time: what reading has to beat."""
 
     def drop(self, keys: Sequence[bytes]) -> None:
         """Forget these nodes."""

@@ -1,14 +1,14 @@
 """The disk tier: parts as files of one folder, found by an index.
 
     engine's thread   asks the index (its own connection), fills buffers and takes their checksums, reads parts
-    writer            one thread; the only one that changes the folder (`writer`)
+    writer            one thread; the only one of the tier that changes the folder (`writer`)
     readers           one thread reads parts beside the engine's, another tells the system to read ahead (`reader`)
 
 Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
-written, and one part for each of the two threads that read. The limit is for everything in the folder, of all models,
-at every instant. The index answers at once, so `find` and `tails` need no `seconds`. Every trouble with files costs the
-parts it concerns; trouble with the index, or a folder that is gone, ends the tier: then it has nothing, takes nothing,
-and says why (`stats().failed`).
+written, and one part for each of the two threads that read. Tiers of several models may have one folder open
+(`opened`): the limit is for everything in it, at every instant. The index answers at once, so `find` and `tails` need
+no `seconds`. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is gone,
+ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
 
 For a simulation, `DiskTier(threads=False, files=..., clock=...)` is the same tier, driven from outside (see `files`).
 Nothing happens on its own then: the writer does a task when `work` is called, and what has to wait for it (`flush`,
@@ -29,7 +29,7 @@ from ..errors import SettingError
 from ..units import format_size
 from .base import Address, Entry, Target, TierStats
 from .files import CLOCK, FILES, Clock, Files
-from .folder import INDEX_FILES, Folder, model_hash
+from .folder import INDEX_FILES, model_hash
 from .image import Image
 from .index import DiskIndex
 from .limited import LimitedStore
@@ -37,6 +37,7 @@ from .reader import Load, Readers
 from .rows import Name, Row, Status
 from .shared import Setup, Shared
 from .store import LEAST_LIMIT, Store, open_index
+from .turns import TurnsFile
 from .writer import Writer
 
 Answer = TypeVar("Answer")
@@ -70,62 +71,79 @@ class DiskTier:
                 "which the index of the disk cache may take"
             )
         self._images = dict(images)
-        self._limit, self._threads = limit, threads
-        self._folder = Folder(folder, files)
-        self._shared = Shared(self._folder, staging, clock)
+        self._threads = threads
+        self._hash = model_hash(fingerprint)
+        self._shared = Shared(folder, self._hash, limit, staging, files, clock)
+        self._opened = self._shared.opened
+        self._folder = self._opened.folder
         self._closed = False
         self._asking = Lock()
         self._index: DiskIndex | None = None
         try:
-            self._open_twice(fingerprint, name, block_tokens, write_budget)
+            with self._opened.turn:
+                self._open_twice(fingerprint, name)
+                self._model = self._shared.model
+                setup = Setup(self._opened, self._model, self._hash, block_tokens, write_budget, threads)
+                self._writer = Writer(setup, self._shared)
+                self._readers = Readers(self._images, self._writer)
+                if self._index is not None:
+                    self._hold_limit(self._index, setup)
         except BaseException as error:
             if not threads and not isinstance(error, Exception):
                 self.kill()
             if self._index is not None:
                 self._index.close()
-            self._folder.release()
+            self._opened.leave(self._hash)
             if not isinstance(error, (OSError, sqlite3.Error)):
                 raise
             raise SettingError(
                 f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
             ) from error
 
-    def _open_twice(self, fingerprint: str, name: str, block_tokens: int, budget: int | None) -> None:
+    def _open_twice(self, fingerprint: str, name: str) -> None:
+        if self._opened.failed is not None:
+            return
         try:
-            self._open(fingerprint, name, block_tokens, budget)
+            self._open(fingerprint, name)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
-            # Damage that a first look at the index did not meet: without it, all starts anew.
+            # Damage that a first look at the index did not meet.
             if self._index is not None:
                 self._index.close()
-            self._open(fingerprint, name, block_tokens, budget, str(error))
+                self._index = None
+            if self._opened.ready:
+                # Other tiers use it.
+                self._shared.fail(error)
+            else:
+                # Without it, all starts anew.
+                self._open(fingerprint, name, str(error))
 
-    def _open(
-        self, fingerprint: str, name: str, block_tokens: int, budget: int | None, damage: str | None = None
-    ) -> None:
+    def _open(self, fingerprint: str, name: str, damage: str | None = None) -> None:
+        opened, shared = self._opened, self._shared
         # Made in one thread and used by another, one at a time: see `_question`.
-        index, problem = open_index(self._folder, True, damage)
+        if opened.ready:
+            index, problem = DiskIndex(self._folder.index, any_thread=True), None
+        else:
+            index, problem = open_index(self._folder, True, damage)
         self._index = index
-        shared = self._shared
         if problem is not None:
             shared.counts.corrupt += 1
             shared.once("index", f"The disk cache {self._folder.root} was emptied: {problem}.")
-        self._hash = model_hash(fingerprint)
-        self._model = index.model(self._hash, fingerprint, name, shared.clock.now())
-        store = Store(self._folder, index)
-        store.settle()
-        totals = index.totals()
-        shared.counts.blocks, shared.counts.files = totals.blocks, totals.bytes
-        if not index.open_use():
-            store.remove_orphans()
-            shared.counts.blocks, shared.counts.files = self._folder.used()
-        setup = Setup(self._folder, self._model, self._hash, block_tokens, self._limit, budget, self._threads)
-        self._writer = Writer(setup, shared, totals.clock)
-        self._readers = Readers(self._images, self._writer)
-        # The limit may be lower than it was.
-        LimitedStore(store, setup, shared).make_room(0)
-        if shared.counts.evicted:
+        shared.model = index.model(self._hash, fingerprint, name, shared.clock.now())
+        if not opened.ready:
+            store = Store(self._folder, index)
+            store.settle()
+            opened.count(index)
+            if not index.open_use():
+                store.remove_orphans()
+                opened.blocks, opened.files = self._folder.used()
+            opened.ready = True
+
+    def _hold_limit(self, index: DiskIndex, setup: Setup) -> None:
+        """It may be lower than it was."""
+        LimitedStore(Store(self._folder, index), setup, self._shared).make_room(0)
+        if self._shared.counts.evicted:
             index.shrink()
 
     def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry]:
@@ -135,8 +153,13 @@ class DiskTier:
     def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry]:
         return self._ask(lambda index: index.tails(self._model, parent))
 
+    def recent(self, count: int) -> list[Address]:
+        # A node may have all kinds of parts.
+        parts = count * len(self._images)
+        nothing: list[Address] = []
+        return self._question(lambda index: index.recent(self._model, parts), nothing)[:count]
+
     def has(self, key: bytes, part: int) -> bool:
-        """Whether the part is there, or on its way there."""
         with self._shared.lock:
             if (key, part) in self._shared.pending:
                 return self._shared.failed is None
@@ -189,6 +212,8 @@ class DiskTier:
 
     def _take(self, size: int, wait: bool) -> memoryview | None:
         staging = self._shared.staging
+        if self._shared.failed is not None:
+            return None
         if self._threads:
             return staging.take(size, wait)
         while (buffer := staging.take(size)) is None and wait and not staging.closed and size <= staging.limit:
@@ -208,6 +233,9 @@ class DiskTier:
                 self._shared.expected[part] -= 1
                 if not self._shared.expected[part]:
                     del self._shared.expected[part]
+
+    def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
+        return parts
 
     def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
         started = self._shared.clock.monotonic()
@@ -249,9 +277,21 @@ class DiskTier:
         if keys and not self._closed and self._shared.failed is None:
             self._writer.touch(keys, list(self._images))
 
+    def wants(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        # It takes what RAM has no room for.
+        return []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """Reading a disk beats computing."""
+
     def drop(self, keys: Sequence[bytes]) -> None:
         if keys and not self._closed:
             self._writer.drop([(key, part) for key in keys for part in self._images])
+
+    @property
+    def turns(self) -> TurnsFile:
+        """For the turns of this model that a server remembers."""
+        return TurnsFile(self._folder.turns(self._hash))
 
     def clear(self) -> None:
         if not self._closed:
@@ -265,14 +305,16 @@ class DiskTier:
             size = sum(self._folder.sizes().values())
         except OSError as error:
             size = 0
-            self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
+            # What is out of use has been told of.
+            if self._shared.failed is None:
+                self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
         with self._shared.lock:
             counts = self._shared.counts
             return TierStats(
                 name="disk",
-                blocks=counts.blocks,
-                bytes=counts.files + size,
-                limit=self._limit,
+                blocks=self._opened.blocks,
+                bytes=self._opened.files + size,
+                limit=self._opened.limit,
                 hits=counts.hits,
                 promoted_bytes=counts.promoted_bytes,
                 promoted_seconds=counts.promoted_seconds,
@@ -298,8 +340,10 @@ class DiskTier:
 
         What the index has not committed is gone, what it has is in its log, no file is touched, the lock is free.
         """
-        # SQLite empties its log when the last connection is closed; the end of a process does not.
-        files = [self._folder.root / name for name in INDEX_FILES[:2]]
+        # SQLite empties its log when the last connection is closed; the end of a process does not. Where other tiers
+        # have the folder open, theirs come after this one's.
+        last = self._opened.alone(self._hash)
+        files = [self._folder.root / name for name in INDEX_FILES[:2]] if last else []
         left = {path: path.read_bytes() for path in files if path.is_file()}
         if (writer := getattr(self, "_writer", None)) is not None:
             writer.close_index()
@@ -313,7 +357,7 @@ class DiskTier:
             path.write_bytes(content)
         self._closed = True
         self._shared.staging.close()
-        self._folder.release()
+        self._opened.leave(self._hash)
 
     def close(self) -> None:
         # Every step may be done twice: a close that was interrupted is finished by the next.
@@ -321,22 +365,29 @@ class DiskTier:
         self._shared.staging.close()
         self._readers.stop()
         self._writer.stop()
-        with self._asking:
-            if self._index is not None:
-                self._close_index(self._index)
-                self._index = None
-        # A damaged index would end the next tier as well: without it, that one starts anew.
-        if self._shared.index_damaged and self._folder.there():
-            try:
-                self._folder.remove_index()
-            except OSError as error:
-                self._shared.once("remove", f"The damaged index of {self._folder.root} cannot be removed ({error}).")
-        self._folder.release()
+        with self._opened.turn:
+            last = self._opened.alone(self._hash)
+            with self._asking:
+                if self._index is not None:
+                    self._close_index(self._index, last)
+                    self._index = None
+            if last:
+                self._opened.ready = False
+                self._remove_damaged()
+        self._opened.leave(self._hash)
 
-    def _close_index(self, index: DiskIndex) -> None:
+    def _close_index(self, index: DiskIndex, last: bool) -> None:
         try:
-            if self._shared.failed is None:
+            if last and self._shared.failed is None:
                 index.close_use()
             index.close()
         except sqlite3.Error as error:
             self._shared.fail(error)
+
+    def _remove_damaged(self) -> None:
+        """A damaged index would end the next tier as well: without it, that one starts anew."""
+        if self._opened.index_damaged and self._folder.there():
+            try:
+                self._folder.remove_index()
+            except OSError as error:
+                self._shared.once("remove", f"The damaged index of {self._folder.root} cannot be removed ({error}).")

@@ -3,7 +3,9 @@
     <root>/CACHEDIR.TAG                                says that this is a cache, and ours
     <root>/lock                                        held by the one process that uses the folder; has its pid
     <root>/index.db, -wal, -shm                        the index of all models
+    <root>/<model>.turns                               turns that a server remembers (turns.py)
     <root>/<model>/<2 digits>/<key>-<part>.safetensors  the parts; with .tmp while they are written
+    <root>/rank-1-of-2                                 disk caches of ranks (`onekv.parallel`), each a root of its own
 
 Only the owner may look into it (0700, files 0600). A folder that has other things in it and no tag is not taken, and
 whatever does not look like the above is never removed. The lock is the kernel's (`flock`): a kill frees it.
@@ -24,7 +26,20 @@ from .base import STATES
 from .files import FILES, NEW, READ, Files, Item, Where, file_size, write_file
 from .image import FORMAT
 
-__all__ = ["INDEX", "INDEX_FILES", "TEMPORARY", "Folder", "FolderInUse", "Found", "file_size", "is_ours", "model_hash"]
+__all__ = [
+    "INDEX",
+    "INDEX_FILES",
+    "TEMPORARY",
+    "Folder",
+    "FolderInUse",
+    "Found",
+    "file_size",
+    "holder",
+    "is_ours",
+    "model_hash",
+    "part_path",
+    "rank_folder",
+]
 
 TAG = "CACHEDIR.TAG"
 LOCK = "lock"
@@ -37,9 +52,18 @@ TAG_TEXT = (
     "# For information about cache directory tags see https://bford.info/cachedir/\n"
 )
 _OURS = TAG_TEXT.splitlines()[:2]
+# What the system says of a lock that somebody else has.
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _MODEL = re.compile(r"[0-9a-f]{32}")
+_TURNS = re.compile(r"([0-9a-f]{32})\.turns(\.tmp)?")
+_RANK = re.compile(r"rank-[0-9]+-of-[0-9]+")
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _FILE = re.compile(r"([0-9a-f]{2,})-(states|[0-9]+)\.safetensors(\.tmp)?")
+
+
+def rank_folder(rank: int, size: int) -> str:
+    """In a folder that several ranks were given: the one of this rank."""
+    return f"rank-{rank}-of-{size}"
 
 
 class FolderInUse(OneKVError):
@@ -119,8 +143,10 @@ class Folder:
             return False
 
     def path(self, model: str, key: bytes, part: int) -> str:
-        name = key.hex()
-        return f"{self.root}/{model}/{name[:2]}/{name}-{'states' if part == STATES else part}.safetensors"
+        return part_path(self.root, model, key, part)
+
+    def turns(self, model: str) -> Path:
+        return self.root / f"{model}.turns"
 
     def unlink(self, model: str, key: bytes, part: int) -> int:
         """Remove a part's file and what is left of writing it, if they are there; how many bytes that were."""
@@ -151,7 +177,8 @@ class Folder:
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every file that is not a part."""
-        return {name: file_size(self.root / name, self.files) for name in (TAG, LOCK, *INDEX_FILES)}
+        names = (TAG, LOCK, *INDEX_FILES, *self._turns())
+        return {name: file_size(self.root / name, self.files) for name in names}
 
     def free(self) -> int:
         """Bytes that the disk has left for us."""
@@ -177,6 +204,15 @@ class Folder:
         for name in INDEX_FILES:
             with suppress(FileNotFoundError):
                 self.files.unlink(self.root / name)
+
+    def remove_turns(self, model: str | None = None) -> None:
+        """What a server remembers of a model's turns, or of all models'."""
+        for name in self._turns():
+            if model is None or name.startswith(model):
+                self.files.unlink(self.root / name)
+
+    def _turns(self) -> list[str]:
+        return [item.name for item in self.files.items(self.root) if item.is_file and _TURNS.fullmatch(item.name)]
 
     def remove_files(self) -> tuple[int, int]:
         """Remove all parts of all models; how many files and bytes that were."""
@@ -208,6 +244,34 @@ class Folder:
             return []
 
 
+def part_path(root: Path, model: str, key: bytes, part: int) -> str:
+    """Where a part is, in the folder `root`, of the model with that hash."""
+    name = key.hex()
+    return f"{root}/{model}/{name[:2]}/{name}-{'states' if part == STATES else part}.safetensors"
+
+
+def holder(root: Path) -> str | None:
+    """The pid of the process that uses a folder, or `unknown`; None if nobody does. The folder is not taken."""
+    try:
+        handle = os.open(root / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _LOCKED:
+            raise
+        return _holder(handle)
+    finally:
+        # Also the end of the lock, if it was got.
+        os.close(handle)
+    return None
+
+
+def _holder(handle: int) -> str:
+    return os.pread(handle, 32, 0).decode("ascii", "replace").strip() or "unknown"
+
+
 def _found(path: str, model: str, shard: str, item: Item) -> Found | str:
     match = _FILE.fullmatch(item.name)
     if match is None or not item.is_file or shard != match[1][:2] or len(match[1]) % 2:
@@ -219,7 +283,8 @@ def _found(path: str, model: str, shard: str, item: Item) -> Found | str:
 def _make(root: Path, files: Files) -> None:
     _make_folders(root, files)
     if not is_ours(root, files):
-        if others := [item.name for item in files.items(root) if item.name != TAG + TEMPORARY]:
+        names = [item.name for item in files.items(root)]
+        if others := [name for name in names if name != TAG + TEMPORARY and not _RANK.fullmatch(name)]:
             raise SettingError(
                 f"the folder {root} is not empty ({others[0]!r} is in it) and not a disk cache of OneKV; "
                 "give an empty or a new folder with --disk-cache"
@@ -252,12 +317,12 @@ def _lock(root: Path, files: Files) -> int:
         os.ftruncate(handle, 0)
         files.write(handle, memoryview(f"{os.getpid()}\n".encode()))
     except BaseException as error:
-        holder = os.read(handle, 32).decode("ascii", "replace").strip()
+        pid = _holder(handle)
         os.close(handle)
-        if not isinstance(error, OSError) or error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+        if not isinstance(error, OSError) or error.errno not in _LOCKED:
             raise
         raise FolderInUse(
-            f"the disk cache {root} is used by another process (pid {holder or 'unknown'}); "
+            f"the disk cache {root} is used by another process (pid {pid}); "
             "stop that process, or give this one a folder of its own with --disk-cache"
         ) from error
     return handle

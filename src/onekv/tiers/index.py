@@ -185,6 +185,18 @@ class DiskIndex:
         )
         return [(read.address(*row[:4]), read.name(model, row[0], row[4]).part) for row in rows]
 
+    def recent(self, model: int, count: int) -> list[Address]:
+        """The nodes of the parts that were used last, the last one first, of `count` parts that are ready."""
+        # `by_use` alone tells which they are: rows of other models are not looked up.
+        rows = self._ask(
+            "SELECT key, parent, start, tokens FROM"
+            " (SELECT model, key, part, used AS last FROM parts INDEXED BY by_use"
+            " WHERE state = 1 AND model = ? ORDER BY used DESC LIMIT ?)"
+            " JOIN parts USING (model, key, part) ORDER BY last DESC",
+            (model, count),
+        )
+        return list(dict.fromkeys(read.address(*row) for row in rows))
+
     def _of(self, columns: str, model: int, keys: Iterable[bytes]) -> Iterator[tuple[object, ...]]:
         """The rows of these nodes that are ready."""
         remaining = iter(dict.fromkeys(keys))
@@ -211,9 +223,16 @@ class DiskIndex:
             found[row.name.key, row.name.part] = row
         return [found.get(part) for part in parts]
 
-    def oldest(self, count: int, before: int = LATEST) -> list[tuple[Name, int]]:
-        """The parts that were not used for longest, and not since `before`, and their sizes."""
-        return self._names("state = 1 AND used < ? ORDER BY used LIMIT ?", (before, count))
+    def oldest(self, count: int, before: int = LATEST, without: Sequence[int] = ()) -> list[tuple[Name, int]]:
+        """The parts that were not used for longest, and not since `before`, and their sizes; none of some models."""
+        marks = ",".join("?" * len(without))
+        which = f"state = 1 AND used < ? AND model NOT IN ({marks}) ORDER BY used LIMIT ?"
+        return self._names(which, (before, *without, count))
+
+    def shares(self) -> list[tuple[int, int, float]]:
+        """What there is of each model: its number, bytes, and when it was used last."""
+        rows = self._ask("SELECT model, sum(size), max(used_at) FROM parts WHERE state = 1 GROUP BY model")
+        return [(read.whole(model, 1), read.whole(size), read.time(used)) for model, size, used in rows]
 
     def unsettled(self) -> list[tuple[Name, int]]:
         """Parts that were being written or removed when the process was killed."""

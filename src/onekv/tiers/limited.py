@@ -1,7 +1,7 @@
 """The folder within its limit: files and rows are changed, and the tier's counts with them.
 
-For the writer's thread alone, and for the opening of a tier. `Store` says in which order files and rows change; here is
-how much may be there, what goes to make room, and what the tier believes to be there (`Shared.counts`).
+For whoever has the folder's turn (`OpenFolder`): the writer's thread, or the opening of a tier. `Store` says in which
+order files and rows change; here is how much may be there, what goes to make room, and what is believed to be there.
 """
 
 import errno
@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from .index import BATCH, LATEST, DiskIndex
-from .rows import Name, NewRow
+from .rows import IndexDamaged, Name, NewRow
 from .shared import NewPart, Setup, Shared
 from .store import Store
 
@@ -63,16 +63,18 @@ class LimitedStore:
         for part, error in zip(parts, errors, strict=True):
             part.stored = error is None
         stored = [part.row for part in parts if part.stored]
+        size = sum(row.size for row in stored)
+        opened = self.setup.opened
+        opened.files += size
+        opened.blocks += sum(row.name.part >= 0 for row in stored)
+        opened.sizes[self.setup.model] += size
+        opened.used_at[self.setup.model] = shared.clock.now()
         with shared.lock:
-            counts = shared.counts
-            counts.files += sum(row.size for row in stored)
-            counts.blocks += sum(row.name.part >= 0 for row in stored)
-            counts.writes += len(stored)
-            counts.written_bytes += sum(row.size for row in stored)
+            shared.counts.writes += len(stored)
+            shared.counts.written_bytes += size
         if left:
-            with shared.lock:
-                # At most that, should even looking be refused.
-                counts.files += sum(part.row.size for part in parts if not part.stored)
+            # At most that, should even looking be refused.
+            opened.files += sum(part.row.size for part in parts if not part.stored)
             try:
                 self._recount()
             except OSError as error:
@@ -84,30 +86,37 @@ class LimitedStore:
     def make_room(self, size: int, before: int = LATEST) -> bool:
         """Evict until `size` bytes more are within the limit; False if that takes parts that are to stay.
 
-        To stay are parts that are being read, or were used since `before`.
+        To stay are parts that are being read, or were used since `before`. Raises IndexDamaged if the index keeps what
+        was removed.
         """
-        limit = self.setup.limit
-        while (excess := self.shared.counts.files + (overhead := self.overhead()) + size - limit) > 0:
+        opened = self.setup.opened
+        limit = opened.limit
+        removed: set[Name] = set()
+        while (excess := opened.files + (overhead := self.overhead()) + size - limit) > 0:
             if size and overhead + size > limit:
                 return False
-            victims = self._victims(excess, before)
+            protected = opened.protected(limit - overhead, self.shared.clock.now())
+            victims = self._victims(excess, before, protected) or self._victims(excess, before, [])
             if not victims:
                 if self._remove_orphans():
                     continue
                 return False
+            names = {name for name, _ in victims}
+            if names & removed:
+                raise IndexDamaged("rows that were removed are still there")
+            removed |= names
             self._remove(victims)
             with self.shared.lock:
                 self.shared.counts.evicted += len(victims)
         return True
 
-    def _victims(self, excess: int, before: int) -> list[tuple[Name, int]]:
-        with self.shared.lock:
-            expected = set(self.shared.expected)
+    def _victims(self, excess: int, before: int, protected: Sequence[int]) -> list[tuple[Name, int]]:
+        expected = self.setup.opened.expected()
         victims: list[tuple[Name, int]] = []
-        for name, size in self.index.oldest(BATCH + len(expected), before):
+        for name, size in self.index.oldest(BATCH + len(expected), before, protected):
             if excess <= 0 or len(victims) == BATCH:
                 break
-            if name.model != self.setup.model or (name.key, name.part) not in expected:
+            if name not in expected:
                 victims.append((name, size))
                 excess -= size
         return victims
@@ -130,27 +139,30 @@ class LimitedStore:
             # Files or rows were changed by somebody else: what was counted for them is not known.
             self._recount()
             return
-        with self.shared.lock:
-            self.shared.counts.files -= removed
-            self.shared.counts.blocks -= sum(name.part >= 0 for name, _ in parts)
+        opened = self.setup.opened
+        opened.files -= removed
+        opened.blocks -= sum(name.part >= 0 for name, _ in parts)
+        for name, size in parts:
+            opened.sizes[name.model] -= size
 
     def _remove_orphans(self) -> bool:
         """Whether something was found that takes room and that no row knows, so that it would never be evicted."""
-        with self.shared.lock:
-            # Rather a block less than all files looked at again and again, while parts are only waiting to be read.
-            if self.shared.expected:
-                return False
+        # Rather a block less than all files looked at again and again, while parts are only waiting to be read.
+        if self.setup.opened.expected():
+            return False
         files, _, _ = self._store.remove_orphans()
         self._recount()
         return files > 0
 
     def _recount(self) -> None:
         """Believe the folder, not the index."""
-        blocks, size = self.setup.folder.used()
-        with self.shared.lock:
-            self.shared.counts.files, self.shared.counts.blocks = size, blocks
+        opened = self.setup.opened
+        opened.blocks, opened.files = opened.folder.used()
+        opened.count_models(self.index)
 
     def write_uses(self) -> None:
         with self.shared.lock:
             touched, self.shared.touched = self.shared.touched, {}
         self.index.touch(self.setup.model, list(touched.items()))
+        if touched:
+            self.setup.opened.used_at[self.setup.model] = self.shared.clock.now()

@@ -5,6 +5,7 @@ Looking works while a server uses the folder. Checking and emptying take the fol
 
 import errno
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,12 +15,12 @@ import xxhash
 
 from ..errors import OneKVError, SettingError
 from .files import FILES, READ, Files
-from .folder import INDEX, Folder, is_ours
+from .folder import INDEX, Folder, is_ours, part_path
 from .index import DiskIndex
 from .rows import ModelUse, Name
 from .store import Store, open_index
 
-__all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "models", "verify", "written"]
+__all__ = ["IndexUnreadable", "ModelUse", "Report", "clear", "inspect", "models", "verify", "written"]
 
 _CHUNK = 4 * 1024 * 1024
 # A folder or a link in place of a file.
@@ -103,7 +104,7 @@ def verify(folder: Path, progress: Callable[[int, int], None] | None = None, fil
         parts = [part for model in hashes for part in store.index.of_model(model)]
         bad: list[Name] = []
         for done, (name, size) in enumerate(parts, 1):
-            _check(store, hashes[name.model], name, size, report, bad)
+            _check(store.index, folder, hashes[name.model], name, size, report, bad, files)
             if progress is not None:
                 progress(done, len(parts))
         store.remove(bad)
@@ -111,6 +112,27 @@ def verify(folder: Path, progress: Callable[[int, int], None] | None = None, fil
         report.removed_bytes += removed
         store.folder.remove_empty()
     return report
+
+
+def inspect(folder: Path, seconds: float, files: Files = FILES) -> tuple[Report, int]:
+    """As `verify`, for at most so long, but nothing is changed: what was found, and how many parts there are.
+
+    For a folder that nobody uses: whoever does may remove what is being looked at. Raises SettingError,
+    IndexUnreadable.
+    """
+    report, end = Report(), time.monotonic() + seconds
+    if not models(folder):
+        return report, 0
+    with _reading(folder) as index:
+        unsettled = {name for name, _ in index.unsettled()}
+        hashes = index.hashes()
+        parts = [part for model in hashes for part in index.of_model(model) if part[0] not in unsettled]
+        for name, size in parts:
+            if time.monotonic() > end:
+                break
+            _check(index, folder, hashes[name.model], name, size, report, [], files)
+    report.removed_bytes = 0
+    return report, len(parts)
 
 
 def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
@@ -128,8 +150,12 @@ def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
         parts = [part for number in chosen for part in store.index.of_model(number)]
         store.remove([name for name, _ in parts])
         store.index.remove_models(chosen)
+        for use in uses:
+            if use.id in chosen:
+                store.folder.remove_turns(use.hash)
         count, size = len(parts), sum(size for _, size in parts)
         if model is None:
+            store.folder.remove_turns()
             files, more = store.folder.remove_files()
             count, size = count + files, size + more
         store.folder.remove_empty()
@@ -160,12 +186,14 @@ def _must_be_ours(root: Path) -> None:
         raise SettingError(f"{root} is not a disk cache of OneKV; give its folder with --disk-cache")
 
 
-def _check(store: Store, hash: str, name: Name, size: int, report: Report, bad: list[Name]) -> None:
-    row = store.index.row(name)
-    path = store.folder.path(hash, name.key, name.part)
+def _check(
+    index: DiskIndex, root: Path, hash: str, name: Name, size: int, report: Report, bad: list[Name], files: Files
+) -> None:
+    row = index.row(name)
+    path = part_path(root, hash, name.key, name.part)
     report.checked += 1
     try:
-        actual, checksum = _checksum(store.folder.files, path)
+        actual, checksum = _checksum(files, path)
     except (FileNotFoundError, NotADirectoryError):
         report.missing += 1
         bad.append(name)

@@ -1,4 +1,4 @@
-"""From settings to a disk tier: where it is, how large it may be, and for which model."""
+"""From settings to tiers; to a disk tier: where it is, how large it may be, and for which model."""
 
 import logging
 from pathlib import Path
@@ -11,11 +11,14 @@ from ..memory.plan import Plan
 from ..models.identity import identity
 from ..models.paths import cache_dir
 from ..units import format_size, parse_size
+from .base import Tier
 from .disk import DiskTier
 from .files import CLOCK, FILES, Clock, Files
 from .folder import FolderInUse
 from .image import images_of
 from .maintain import IndexUnreadable, models
+from .remote.opening import open_remote
+from .turns import TurnsFile
 
 log = logging.getLogger("onekv.disk")
 
@@ -28,16 +31,36 @@ def default_folder() -> Path:
     return cache_dir() / "kv"
 
 
+def open_tiers(settings: Settings, plan: Plan, model: Module, name: str) -> tuple[list[Tier], TurnsFile | None]:
+    """All that `settings` say there are, the nearest first, and the file for a server's turns beside the disk cache."""
+    stored = stored_as(model, plan) if settings.disk_cache is not None or settings.remote_tier is not None else ""
+    disk = open_tier(settings, plan, stored, name)
+    try:
+        remote = open_remote(settings, plan, stored)
+    except BaseException:
+        if disk is not None:
+            disk.close()
+        raise
+    return [tier for tier in (disk, remote) if tier is not None], disk.turns if disk is not None else None
+
+
+def stored_as(model: Module, plan: Plan) -> str:
+    """What blocks of `model` are stored under in all tiers: they are of use where it is the same. Reads all weights."""
+    return f"{identity(model)} {plan.stored_as}"
+
+
 def open_tier(
     settings: Settings,
     plan: Plan,
-    model: Module,
+    stored: str,
     name: str,
     files: Files = FILES,
     clock: Clock = CLOCK,
     threads: bool = True,
+    inner: str = "",
 ) -> DiskTier | None:
-    """The disk cache for `model`, as `settings` say; None if they say there is none. The last three: see `DiskTier`.
+    """The disk cache for a model that is called `name`, with blocks `stored_as` that; None if `settings` say that there
+    is none. With `inner`, a folder of that name in the one that they say. The three before: see `DiskTier`.
 
     OneKV's own folder is used by one process at a time: the second goes without a disk cache, and says so. A folder
     that was asked for by name is not left out: then FolderInUse is raised.
@@ -46,12 +69,12 @@ def open_tier(
         _check_unused(settings)
         return None
     own = settings.disk_cache == AUTO
-    folder = default_folder() if own else Path(settings.disk_cache).expanduser().absolute()
+    folder = (default_folder() if own else Path(settings.disk_cache).expanduser().absolute()) / inner
     budget = settings.disk_write_budget
     try:
         return DiskTier(
             folder,
-            f"{identity(model)} {plan.stored_as}",
+            stored,
             name,
             images_of(plan.layout, plan.block_size),
             plan.block_size,

@@ -1,4 +1,5 @@
 """What the engine's thread, the writer and the readers of a disk tier share: what it was opened with, and what changes.
+What the tiers of several models share, the folder and its limit, is in `opened`.
 
 One lock guards all of `Shared` but the buffers, and nothing is read from or written to the disk while it is held. The
 writer waits for `work`; offers wait for a buffer (`staging`).
@@ -8,11 +9,13 @@ import logging
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Lock
 
-from .files import CLOCK, Clock
+from .files import Clock, Files
 from .folder import Folder
-from .rows import Row, Use
+from .opened import OpenFolder, join
+from .rows import Name, Row, Use
 from .staging import Staging
 
 log = logging.getLogger("onekv.tiers")
@@ -22,16 +25,19 @@ log = logging.getLogger("onekv.tiers")
 class Setup:
     """What a disk tier was opened with: where it stores which model's parts, and how much it may."""
 
-    folder: Folder
+    opened: OpenFolder
     # The model's number in the index, and the name of its folder.
     model: int
     hash: str
     block_tokens: int
-    limit: int
     # Bytes per day (UTC), if there is a bound.
     budget: int | None
     # Whether there are threads; else the caller's does a task when it is told to (`step`).
     threads: bool = True
+
+    @property
+    def folder(self) -> Folder:
+        return self.opened.folder
 
 
 @dataclass
@@ -51,10 +57,8 @@ class NewPart:
 
 @dataclass
 class Counts:
-    """Since the tier was opened, but for `blocks` and `files` (bytes of parts), which are there now."""
+    """Since the tier was opened."""
 
-    blocks: int = 0
-    files: int = 0
     hits: int = 0
     promoted_bytes: int = 0
     promoted_seconds: float = 0.0
@@ -66,8 +70,11 @@ class Counts:
 
 
 class Shared:
-    def __init__(self, folder: Folder, staging: int, clock: Clock = CLOCK) -> None:
-        self._folder, self.clock = folder, clock
+    def __init__(self, root: Path, hash: str, limit: int, staging: int, files: Files, clock: Clock) -> None:
+        """Joins those who use the folder; `opened.leave` undoes it. Raises SettingError, or FolderInUse."""
+        self.clock = clock
+        # The model's number in the index, once that is open.
+        self.model = 0
         self.lock = Lock()
         self.work = Condition(self.lock)
         self.counts = Counts()
@@ -82,10 +89,18 @@ class Shared:
         self.expected: Counter[tuple[bytes, int]] = Counter()
         # Parts that were found damaged and are not removed yet.
         self.damaged: set[tuple[bytes, int]] = set()
-        # Why the tier has stopped working, and whether the index is to blame.
-        self.failed: str | None = None
-        self.index_damaged = False
         self._logged: set[object] = set()
+        self.opened = join(root, hash, self._expected_names, limit, files)
+        self._folder = self.opened.folder
+
+    @property
+    def failed(self) -> str | None:
+        """Why the tier has stopped working."""
+        return self.opened.failed
+
+    def _expected_names(self) -> list[Name]:
+        with self.lock:
+            return [Name(self.model, key, part) for key, part in self.expected]
 
     def once(self, kind: object, message: str) -> None:
         """Log the first of a kind."""
@@ -118,21 +133,12 @@ class Shared:
 
     def fail(self, reason: Exception) -> None:
         """The tier is of no use from here on: it has nothing and takes nothing."""
-        there = self._folder.there()
+        new = self.opened.fail(reason)
         with self.lock:
-            if self.failed is not None:
-                return
-            if not there:
-                self.failed = "the folder is gone"
-            elif isinstance(reason, sqlite3.Error):
-                self.failed = f"its index failed ({reason})"
-            else:
-                self.failed = f"an error that should not happen ({type(reason).__name__}: {reason})"
-            # Errors of the operating system come as OperationalError: the next start looks at the index. Others say
-            # that the content is wrong, or led to what nobody thought of: the next start does without it.
-            self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
             self.work.notify_all()
         self.staging.close()
+        if not new:
+            return
         expected = isinstance(reason, (OSError, sqlite3.Error))
         log.error(
             "The disk cache %s is out of use until the next start: %s.",

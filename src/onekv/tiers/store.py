@@ -116,6 +116,8 @@ class Store:
 
     def remove_orphans(self) -> tuple[int, int, list[str]]:
         """Remove the files that no row knows; how many files and bytes that were, and the paths that are not ours."""
+        # Another tier may have added its model.
+        self._hashes = self.index.hashes()
         numbers = {hash: number for number, hash in self._hashes.items()}
         files = size = 0
         stray: list[str] = []
@@ -151,6 +153,9 @@ class Store:
         return self.folder.unlink(self._hash(name), name.key, name.part)
 
     def _hash(self, name: Name) -> str:
+        if name.model not in self._hashes:
+            # Another tier may have added its model.
+            self._hashes = self.index.hashes()
         try:
             return self._hashes[name.model]
         except KeyError:

@@ -66,8 +66,8 @@ class Write(Task):
                 self._write(store, [part])
         elif problem is not None:
             store.shared.refused(problem)
-        elif store.overhead() + (size := parts[0].row.size) > store.setup.limit:
-            store.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {store.setup.limit}.")
+        elif store.overhead() + (size := parts[0].row.size) > (limit := store.setup.opened.limit):
+            store.shared.once("limit", f"A block of {size} bytes does not fit the --disk-limit {limit}.")
 
     def end(self, shared: Shared) -> None:
         shared.counts.discarded += sum(not part.stored for part in self.parts)

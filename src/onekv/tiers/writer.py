@@ -1,4 +1,5 @@
-"""The one thread that changes the folder: it does tasks in the order they came (`tasks`).
+"""The thread of a tier that changes the folder: it does tasks in the order they came (`tasks`), each when it has the
+folder's turn (`OpenFolder`).
 
 Parts that follow each other in the queue are written together; each buffer is free as soon as its file is made. Uses
 (`touch`) are merged by node and written at most once a second, and before anything is evicted or waited for. When the
@@ -23,12 +24,11 @@ TOUCH_DELAY = 1.0
 
 
 class Writer:
-    def __init__(self, setup: Setup, shared: Shared, clock: int) -> None:
+    def __init__(self, setup: Setup, shared: Shared) -> None:
         self.setup, self.shared = setup, shared
         # The lock of `shared` guards these.
         self._tasks: deque[Task] = deque()
         self._due = 0.0
-        self._clock = clock
         self._stopping = False
         self._thread: Thread | None = None
         # The thread's own.
@@ -105,8 +105,7 @@ class Writer:
         self.shared.work.notify()
 
     def _use(self) -> Use:
-        self._clock += 1
-        return Use(self._clock, self.shared.clock.now())
+        return self.setup.opened.use(self.shared.clock.now())
 
     # The thread, or the caller's if there are none.
 
@@ -154,7 +153,8 @@ class Writer:
                 if self._store is None:
                     store = Store(self.setup.folder, DiskIndex(self.setup.folder.index))
                     self._store = LimitedStore(store, self.setup, self.shared)
-                task.run(self._store)
+                with self.setup.opened.turn:
+                    task.run(self._store)
                 return
         except OSError as error:
             self.shared.refused(error)

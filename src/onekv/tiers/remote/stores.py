@@ -1,0 +1,33 @@
+"""What is asked of a store: values by name, put if absent. Several threads call it at once, none of them the engine's.
+
+Every method may take as long as the timeouts that the store was opened with allow, and raises `Trouble` alone.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Trouble(Exception):
+    """The store could not be asked, or did not do it."""
+
+    def __init__(self, text: str, refused: bool = False) -> None:
+        """`refused`: it answers, and only this was not allowed, or there was no room for it."""
+        super().__init__(text)
+        self.refused = refused
+
+
+class Store(Protocol):
+    def heads(self, names: Sequence[str], size: int) -> list[bytes | None]:
+        """The first `size` bytes of each value, in few round trips; None where there is none."""
+
+    def get(self, name: str, size: int) -> memoryview | None:
+        """A value, and no more than its first `size` bytes; None if there is none."""
+
+    def put(self, name: str, value: memoryview) -> bool:
+        """Store a value, unless there is one: then False."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove what is there of these."""
+
+    def close(self) -> None:
+        """Let go of connections."""
