@@ -1,17 +1,20 @@
 """Requests in, tokens out, one step at a time.
 
-Each `step` stores at most one chunk of the oldest prompt that is not stored yet, then decodes one token of every
-running request: decoding never waits for more than one chunk, and a prompt gets a chunk after every `decode_steps`
-tokens. Requests are admitted first come, first served, when their worst case (prompt and max_tokens, less what is
-cached) fits; none overtakes another. All tokens of a prompt but the last are prefilled; the last one is the first input
-of decoding, so logits are only ever computed for tokens that are sampled from.
+Each `step` stores at most one chunk of one prompt, or small chunks of several in one pass (chunks.py), then decodes one
+token of every running request, or several that were guessed. So decoding never waits for more than one chunk, and
+prompts get a chunk after every `decode_steps` tokens; whose it is, and that none starves, scheduler.py says. Requests
+are admitted first come, first served, when their worst case (prompt and max_tokens, less what is cached) fits, also
+while others prefill. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so
+logits are only computed for tokens that are sampled from, and for prompts whose own log probabilities are asked for
+(`Request.scored`).
 
     Scheduler (scheduler.py)    whose turn it is: requests and their states
     PrefixCache (../prefix)     what a request can start from; the lease that holds its memory
     Runner (runner.py)          steps on the device
+    Speculation (speculation/)  what may come next, so that a step gives several tokens; not there if that is off
 
-While one request is loading the next are admitted and computed, and the system reads ahead; blocks are read into the
-pool between steps, for about `LOAD_SECONDS` at a time.
+While one request is loading the next are admitted and computed, and tiers fetch ahead; blocks are read into the pool
+between steps, for about `LOAD_SECONDS` at a time. What tiers want copies of (`PrefixCache.share`) they get then, too.
 
 Whatever a step does, it does on behalf of some requests (`_on_behalf_of`). If that raises, those requests end with an
 error, what they computed is forgotten, and the step goes on with the others. `step` itself raises only if that is not
@@ -22,43 +25,34 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mlx.nn.layers.base import Module
 
 from ..config import Settings
-from ..errors import MemoryBudgetError, OneKVError, PromptError, RequestFailedError, TooLongError
+from ..errors import MemoryBudgetError, OneKVError, RequestFailedError
 from ..memory.kv import KVMemory
+from ..memory.layout import Layout
 from ..memory.plan import Plan
-from ..memory.plan.workspace import chunk_tokens
 from ..memory.pool import OutOfBlocks
-from ..memory.pool.table import blocks_needed
 from ..prefix.cache import PrefixCache
 from ..prefix.find import NotKnownYet
 from ..prefix.lease import BeingRead, Lease
 from ..tiers.base import Tier
-from ..units import format_size
-from .request import FinishReason, Request
-from .runner import Row, Runner
+from .chunks import Chunk, pass_of, store
+from .limits import check_request
+from .making import make_speculation
+from .request import FinishReason, Progress, Request, RequestState
+from .runner import Runner
 from .scheduler import Scheduler
+from .speculation.control import Proposals, Proposer, Speculation
+from .speculation.verify import Row
 
 log = logging.getLogger("onekv.engine")
 
-# How long a step reads blocks from colder tiers into the pool: some at least.
-LOAD_SECONDS = 0.1
+# How long a step reads blocks from colder tiers into the pool, some at least; and copies blocks to them, one at least.
+LOAD_SECONDS, SHARE_SECONDS = 0.1, 0.001
 # How long a step waits for a tier to say what it has, where there is nothing else to do.
 LOOK_SECONDS = 0.02
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a step did: who got tokens or ended, each once, in that order; and who of them ended with an error."""
-
-    changed: list[Request]
-
-    @property
-    def failed(self) -> list[Request]:
-        return [request for request in self.changed if request.finish_reason == "error"]
 
 
 class Engine:
@@ -72,26 +66,31 @@ class Engine:
         report: Callable[[int, int], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
         make_runner: Callable[[Module, KVMemory, int], Runner] = Runner,
+        make_memory: Callable[[Layout, tuple[int, ...], int, int, bool], KVMemory] = KVMemory,
+        proposer: Proposer | None = None,
     ) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`.
 
         The engine closes `tiers`; `report` then hears of bytes stored and in all. `now` tells the time in seconds.
+        `make_memory` gets what `KVMemory` does. Without a `proposer` the settings say what is speculated on.
         """
         settings = settings or Settings()
         self.plan, self.stop_tokens, self.now = plan, stop_tokens, now
-        self.memory = KVMemory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk)
+        self._report = report or (lambda done, total: None)
+        kernels = settings.kernels != "off"
+        self.memory = make_memory(plan.layout, plan.blocks, plan.block_size, plan.prefill_chunk, kernels)
+        name, through = f"{type(model).__module__} {plan.stored_as}", settings.disk_policy == "write_through"
         self.prefix = PrefixCache(
-            self.memory,
-            fingerprint(model, plan),
-            plan.snapshot_bytes,
-            tiers,
-            settings.disk_policy == "write_through",
-            now,
-            settings.prefix_cache,
+            self.memory, name, plan.snapshot_bytes, tiers, through, now, enabled=settings.prefix_cache
         )
-        self.scheduler = Scheduler(plan.max_batch, settings.decode_steps)
+        self.scheduler = Scheduler(plan.max_batch, settings.decode_steps, settings.prefix_cache)
         self.runner = make_runner(model, self.memory, plan.max_batch)
-        self._report = report
+        # Not there if it is off, or if the model cannot; then why.
+        self.speculation, self.unspeculated = make_speculation(settings, plan, self.runner, self.prefix, proposer)
+        self.divergence: float | None = None  # From plain KV, in nats, if it was measured (`divergence.check`).
+        self.stored: tuple[int, int] | None = None  # What `report` heard last; any thread may read it.
+        # The state of those for whom something is done at the moment, and how many they are; any thread may read it.
+        self.at_work: tuple[RequestState, int] = ("waiting", 0)
         # Who got a token or ended in this step, in that order.
         self._changed: dict[Request, None] = {}
 
@@ -106,49 +105,41 @@ class Engine:
         self.scheduler.add(request)
 
     def validate(self, request: Request) -> None:
-        if not request.prompt:
-            raise PromptError("the prompt is empty; it must have at least one token")
-        if request.max_tokens < 1:
-            raise PromptError(f"max_tokens is {request.max_tokens}; it must be at least 1")
-        vocabulary = self.plan.layout.vocabulary
-        for token in request.prompt:
-            if not 0 <= token < vocabulary:
-                raise PromptError(f"token id {token} is out of range: the model knows ids 0 to {vocabulary - 1}")
-        for pool in self.memory.pools:
-            needed = blocks_needed(pool.group.rule, pool.block_size, request.max_length, self.plan.prefill_chunk)
-            if needed > pool.blocks:
-                raise TooLongError(
-                    f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
-                    f"{request.max_length} tokens to keep, but the KV pool holds {self.plan.longest}; shorten the "
-                    f"prompt, lower max_tokens, or raise --kv-memory (now {format_size(self.plan.budget)})"
-                )
+        check_request(request, self.plan, self.memory.pools)
 
     def step(self) -> Progress:
         """Do a bounded piece of work."""
         self._changed = {}
         scheduler = self.scheduler
-        if (oldest := scheduler.to_admit()) is not None:
-            with self._on_behalf_of([oldest]):
-                self._admit(oldest)
+        while (request := scheduler.to_admit()) is not None:
+            with self._on_behalf_of([request]):
+                self._admit(request)
+            if request.state == "looking":
+                break
         if scheduler.loading:
-            self._land()
             with self._on_behalf_of(scheduler.loading):
                 self._load()
         if scheduler.to_prefill() is not None:
             self._land()
-            # Another one may be the oldest now, or none.
+            # Another one may be next now, or none.
             if (request := scheduler.to_prefill()) is not None:
+                chunks: list[Chunk] = []
+                others = scheduler.after(request) if self.runner.together else []
                 with self._on_behalf_of([request]):
-                    self._prefill(request)
-                scheduler.chunk_stored()
+                    chunks = pass_of([request, *others], self.plan, self.stop_tokens)
+                self._prefill(chunks)
+                scheduler.chunk_stored(request, *(chunk.request for chunk in chunks))
         if scheduler.running:
             self._decode()
             scheduler.tokens_decoded()
+        with self._on_behalf_of([]):
+            self.prefix.share(SHARE_SECONDS)
         return Progress(list(self._changed))
 
     @contextmanager
     def _on_behalf_of(self, requests: Sequence[Request]) -> Iterator[None]:
         """If what is done inside raises, `requests` end with an error, and nobody else does."""
+        self.at_work = (requests[0].state if requests else "waiting", len(requests))
         try:
             yield
         except Exception as error:
@@ -177,13 +168,12 @@ class Engine:
         """End all requests; what is cached goes to the colder tiers, if there are any, and is forgotten here."""
         self.cancel(list(self.scheduler))
         try:
-            for done, total in self.prefix.store_all():
-                if self._report is not None:
-                    self._report(done, total)
+            for stored in self.prefix.store_all():
+                self.stored = stored
+                self._report(*stored)
         finally:
-            self.prefix.forget()
-            for tier in self.prefix.tiers:
-                tier.close()
+            self.prefix.close()
+            self.memory.close_all()
 
     # Until it runs
 
@@ -192,7 +182,7 @@ class Engine:
         scheduler = self.scheduler
         wait = 0.0 if scheduler.in_work else LOOK_SECONDS
         try:
-            lease = self.prefix.open(request.prompt, request.max_length, request.salt, wait)
+            lease = self.prefix.open(request.prompt, request.max_length, request.salt, wait, request.scored)
         except NotKnownYet:
             if request.state != "looking":
                 scheduler.move(request, "looking")
@@ -203,7 +193,7 @@ class Engine:
         except OutOfBlocks:
             scheduler.refused(request)
             # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
-            if self.prefix.enabled and not (scheduler.loading or scheduler.running):
+            if self.prefix.enabled and not scheduler.in_work:
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
             return
@@ -215,11 +205,14 @@ class Engine:
 
     def _begin(self, request: Request, lease: Lease) -> None:
         """All that is cached of its prompt is in the pool: the rest can be computed."""
-        request.cached_tokens = lease.sequence.length
+        request.cached_tokens, request.branch, request.missed = lease.sequence.length, lease.branch, lease.missed
         self.scheduler.move(request, "prefilling")
 
     def _load(self) -> None:
-        """Read blocks from colder tiers into the pool."""
+        """Read what has come from colder tiers into the pool."""
+        if not self.prefix.loadable(0.0 if self.scheduler.computing else LOOK_SECONDS):
+            return
+        self._land()
         leases = {request.lease: request for request in self.scheduler.loading if request.lease is not None}
         for lease, loaded in self.prefix.load(list(leases), LOAD_SECONDS):
             request = leases[lease]
@@ -230,27 +223,37 @@ class Engine:
                 request.lease = None
                 self.scheduler.move(request, "waiting")
 
-    def _prefill(self, request: Request) -> None:
-        lease = request.lease
-        assert lease is not None
-        sequence, last = lease.sequence, len(request.prompt) - 1
-        start = sequence.length
-        if start < last:
-            stops = lease.stops(request.prompt, self.stop_tokens)
-            count = min(chunk_tokens(self.plan.layout, start, self.plan.prefill_chunk), min([*stops, last]) - start)
-            lease.grow(count)
-            self.runner.store(sequence, request.prompt[start : start + count])
-            lease.publish(request.prompt)
-            if sequence.length in stops:
-                lease.snapshot()
-        if sequence.length == last:
-            sequence.prefilled()
-            self.scheduler.move(request, "running")
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        rows = [chunk for chunk in chunks if chunk.tokens]
+        for row in rows:
+            with self._on_behalf_of([row.request]):
+                row.lease.grow(len(row.tokens))
+        if rows := [row for row in rows if not row.request.finished]:
+            with self._on_behalf_of([row.request for row in rows]):
+                store(self.runner, rows, self.now, self.prefix.computed)
+        for chunk in chunks:
+            if not chunk.request.finished:
+                with self._on_behalf_of([chunk.request]):
+                    self._stored(chunk)
+
+    def _stored(self, chunk: Chunk) -> None:
+        """What a chunk filled can be found by others, and its request may run."""
+        if chunk.tokens:
+            chunk.lease.publish(chunk.request.prompt)
+        if chunk.stop:
+            chunk.lease.snapshot()
+        if chunk.last:
+            chunk.lease.sequence.prefilled(1 + self.speculation.most if self.speculation is not None else 1)
+            self.scheduler.move(chunk.request, "running")
 
     # Decode
 
     def _decode(self) -> None:
-        running = self.scheduler.running
+        begin, running = self.now(), self.scheduler.running
+        if self.speculation is not None and (proposals := self._propose(self.speculation)) is not None:
+            self._verify(self.speculation, list(running), proposals, begin)
+            return
+        decoded = list(running)
         if self.runner.flight is not None and not self._continues(self.runner.flight.requests):
             self._land()
         for request in list(running):
@@ -263,6 +266,36 @@ class Engine:
         if running:
             with self._on_behalf_of(running):
                 self._read(self.runner.decode(list(running)))
+        if self.speculation is not None:
+            self.speculation.plain(decoded, self.now() - begin)
+
+    def _propose(self, speculation: Speculation) -> Proposals | None:
+        """What to verify for those that run; None: nothing."""
+        running = self.scheduler.running
+        if self.runner.flight is not None:
+            # Its tokens are not known yet: is there something to propose behind those before?
+            if speculation.propose(running) is None:
+                return None
+            self._land()
+        return speculation.propose(running) if running else None
+
+    def _verify(self, speculation: Speculation, running: list[Request], proposed: Proposals, begin: float) -> None:
+        """A step of the last token of each request and of what may follow it."""
+        wanted = dict(zip(running, zip(*proposed, strict=True), strict=True))
+        for request, (tokens, drafts) in wanted.items():
+            assert request.lease is not None
+            with self._on_behalf_of([request]):
+                request.lease.grow(1 + len(tokens) + drafts)
+        requests = list(self.scheduler.running)
+        proposals = [wanted[request][0] for request in requests]
+        if requests:
+            with self._on_behalf_of(requests):
+                if drafted := any(proposed.drafts):
+                    proposals = self.runner.draft(requests, [wanted[request][1] for request in requests])
+                verification = self.runner.verify(requests, proposals)
+                for rows in verification.waves():
+                    self._read(rows)
+                speculation.verified(requests, proposals, drafted, verification.accepted, self.now() - begin)
 
     def _continues(self, requests: list[Request]) -> bool:
         """Whether all rows of the step in the air, and no others, surely get one more token."""
@@ -271,8 +304,7 @@ class Engine:
 
     def _land(self) -> None:
         """Read the step in the air, if there is one."""
-        flight = self.runner.flight
-        if flight is not None:
+        if (flight := self.runner.flight) is not None:
             with self._on_behalf_of(flight.requests):
                 self._read(self.runner.land())
 
@@ -291,7 +323,12 @@ class Engine:
                     )
                     self._finish(request, "error")
                     continue
-                if not request.tokens:
+                if row.back and request.lease is not None:
+                    # Before anything is published: what is stored behind these tokens are guesses that were wrong.
+                    request.lease.truncate(request.stored - row.back)
+                if row.doubtful and self.speculation is not None:
+                    self.speculation.doubt(request)
+                if not request.tokens and row.tokens:
                     request.first = now
                 for index, token in enumerate(row.tokens):
                     request.tokens.append(token)
@@ -299,9 +336,11 @@ class Engine:
                     self._follow(request, token)
                     if request.finished:
                         break
+                if row.last and request.lease is not None and request.lease.due:
+                    request.lease.publish(request.all_tokens)
 
     def _follow(self, request: Request, token: int) -> None:
-        """A request has one more token: tell its constraint, publish what it filled, end it if that was the last."""
+        """A request has one more token: tell its constraint, end it if that was the last."""
         if request.constraint is not None:
             try:
                 request.constraint.advance(token)
@@ -309,8 +348,6 @@ class Engine:
                 request.error = error
                 self._finish(request, "error")
                 return
-        if request.lease is not None and request.lease.due:
-            request.lease.publish(request.all_tokens)
         if token in request.stop_tokens:
             self._finish(request, "stop")
         elif len(request.tokens) >= request.max_tokens:
@@ -323,6 +360,9 @@ class Engine:
         request.ended = self.now()
         self._changed[request] = None
         self.scheduler.move(request, "finished")
+        if self.speculation is not None:
+            kept = self.prefix.enabled and reason != "error" and request.lease is not None
+            self.speculation.ended(request, kept)
         lease, request.lease = request.lease, None
         if lease is None:
             return
@@ -349,11 +389,12 @@ class Engine:
         except MemoryBudgetError as error:
             request.error = error
 
+    def clear_cache(self) -> None:
+        """Forget what is cached and neither running nor pinned, in the colder tiers, too."""
+        self.prefix.clear()
+        if self.speculation is not None:
+            self.speculation.clear()
+
     def check_integrity(self) -> None:
         """Raises IntegrityError if any block is lost, held twice or miscounted."""
         self.prefix.check_integrity()
-
-
-def fingerprint(model: Module, plan: Plan) -> str:
-    """Names what cached blocks depend on besides their tokens."""
-    return f"{type(model).__module__} {plan.stored_as}"

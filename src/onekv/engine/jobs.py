@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import OneKVError, OverloadedError, RequestFailedError
+from ..prefix.branch import Branch
 from .engine import Engine
 from .output import Delta, TextOutput
 from .request import FinishReason, Request, Timings
@@ -29,6 +30,11 @@ class End:
     cached_tokens: int
     generated: int
     timings: Timings
+    # Where the prompt left what was cached.
+    branch: Branch | None = None
+    # Tokens that were guessed to be next, and those of them that were.
+    proposed: int = 0
+    accepted: int = 0
 
 
 Event = Delta | End | OneKVError
@@ -45,13 +51,17 @@ class Job:
         if request.error is not None:
             return request.error
         assert request.finish_reason is not None
+        generated = len(request.tokens) - self.output.dropped
         return End(
             request.finish_reason,
             self.output.stopped_by,
             len(request.prompt),
             request.cached_tokens,
-            len(request.tokens),
+            generated,
             request.timings,
+            request.branch,
+            request.proposed,
+            min(request.accepted, generated),
         )
 
 

@@ -19,10 +19,15 @@ class Delta:
     tokens: list[int] = field(default_factory=list)
     # One for each of `tokens`, if they were asked for.
     logprobs: list[Logprob] = field(default_factory=list)
+    # How many tokens of the prompt were found in the prefix cache.
+    cached_tokens: int = field(default=0, compare=False)
+    # With the first tokens: one for each token of the prompt but the first, if those were asked for.
+    prompt_logprobs: list[Logprob] = field(default_factory=list, compare=False)
 
     def __add__(self, later: "Delta") -> "Delta":
         """Both as one."""
-        return Delta(self.text + later.text, self.tokens + later.tokens, self.logprobs + later.logprobs)
+        joined = self.text + later.text, self.tokens + later.tokens, self.logprobs + later.logprobs
+        return Delta(*joined, later.cached_tokens, self.prompt_logprobs + later.prompt_logprobs)
 
 
 class TextOutput:
@@ -35,8 +40,9 @@ class TextOutput:
         self._stops = [stop for stop in stops if stop]
         self._read = 0
         self._held = ""
-        # The stop string that was met.
+        # The stop string that was met, and tokens that came with the one that completed it: they are not of the answer.
         self.stopped_by: str | None = None
+        self.dropped = 0
 
     @property
     def silent(self) -> bool:
@@ -47,21 +53,29 @@ class TextOutput:
         """What is new since the last call; after `stopped_by` is set, nothing is."""
         tokens = request.tokens[self._read :]
         logprobs = request.logprobs[self._read :]
+        of_prompt = [] if self._read else request.prompt_logprobs
         self._read += len(tokens)
         if self.stopped_by is not None:
             return Delta("")
         if self._detokenizer is None:
-            return Delta("", tokens, logprobs)
-        for token in tokens:
+            return Delta("", tokens, logprobs, request.cached_tokens, of_prompt)
+        text = ""
+        for count, token in enumerate(tokens, 1):
             if token not in self._hidden:
                 self._detokenizer.add_token(token)
+            if self._stops and count < len(tokens):
+                # What was guessed comes several at once, and ends where it would have ended one by one.
+                text += self._release(last=False)
+                if self.stopped_by is not None:
+                    self.dropped = len(tokens) - count
+                    return Delta(text, tokens[:count], logprobs[:count], request.cached_tokens, of_prompt)
         if request.finished:
             self._detokenizer.finalize()
-        self._held += self._detokenizer.last_segment
-        return Delta(self._release(request.finished), tokens, logprobs)
+        return Delta(text + self._release(request.finished), tokens, logprobs, request.cached_tokens, of_prompt)
 
     def _release(self, last: bool) -> str:
-        """The text that surely comes before any stop string."""
+        """The new text that surely comes before any stop string."""
+        self._held += self._detokenizer.last_segment
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             _, at, self.stopped_by = min(found)

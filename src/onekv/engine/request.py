@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import OneKVError
 from ..memory.pool.sequence import Sequence
+from ..prefix.branch import Branch
 from ..prefix.lease import Lease
 from .params import Sampling
 
@@ -60,6 +61,10 @@ class Request:
     # Keep the prompt's blocks cached until they are unpinned.
     pin: bool = False
     constraint: Constraint | None = None
+    # Compute all of the prompt, with log probabilities of its tokens; it starts from nothing and leaves nothing cached.
+    scored: bool = False
+    # What the answer may mostly be: it is guessed from, and changes nothing else.
+    prediction: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: OneKVError | None = None
@@ -67,9 +72,18 @@ class Request:
     def __post_init__(self) -> None:
         self.state: RequestState = "new"
         self.lease: Lease | None = None
+        # While it waits: who is about to store most of its prompt, and up to which length.
+        self.leader: tuple[Request, int] | None = None
         # One for each of `tokens`, if they were asked for.
         self.logprobs: list[Logprob] = []
+        # One for each token of the prompt but the first, if it is scored.
+        self.prompt_logprobs: list[Logprob] = []
         self.cached_tokens = 0
+        # Tokens that were guessed to be next, and those of them that were.
+        self.proposed = self.accepted = 0
+        # Where its prompt left what was cached, and why no more of it was; set when it starts.
+        self.branch: Branch | None = None
+        self.missed: str | None = None
         # Tokens that end the answer; the engine adds its model's own.
         self.stop_tokens = frozenset(self.sampling.stop_token_ids)
         seed = self.sampling.seed
@@ -89,6 +103,11 @@ class Request:
     def sequence(self) -> Sequence:
         assert self.lease is not None, f"a request that is {self.state} has no sequence"
         return self.lease.sequence
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose KV is there."""
+        return self.lease.sequence.length if self.lease is not None else 0
 
     @property
     def max_length(self) -> int:
@@ -115,3 +134,14 @@ class Request:
     @property
     def timings(self) -> Timings:
         return Timings(self.first - self.created, self.first - self.started, self.ended - self.first)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step did: who got tokens or ended, each once, in that order; and who of them ended with an error."""
+
+    changed: list[Request]
+
+    @property
+    def failed(self) -> list[Request]:
+        return [request for request in self.changed if request.finish_reason == "error"]

@@ -21,11 +21,19 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from ..memory.device import settle
 from ..memory.kv import KVMemory
 from ..memory.pool.sequence import Sequence
+from ..models.draft import WithDraft
+from ..models.packed import is_eager
 from .request import Logprob, Request
-from .sampling import Drawn, sample
-from .selftest import compile_decode, forward, set_direct, why_one_by_one
+from .sampling import Drawn, sample, scores
+from .selftest import compile_decode, forward, set_direct, store, stores_together, try_several, why_one_by_one
+from .speculation.draft import Drafting
+from .speculation.verify import Row, Verification
+
+# Whether several prompts are stored in one pass. It is meant for GPUs, where nobody has measured it yet.
+TOGETHER = False
 
 
 @dataclass
@@ -36,33 +44,38 @@ class Flight:
     logits: mx.array
 
 
-@dataclass(frozen=True)
-class Row:
-    """What a step gave one request: its next tokens, and for each its log probabilities, if they were asked for."""
-
-    request: Request
-    tokens: list[int]
-    logprobs: list[Logprob]
-    # Whether the model's output is a number; if not, there are no tokens.
-    sound: bool
-
-
 class Runner:
-    def __init__(self, model: Module, memory: KVMemory, max_batch: int) -> None:
-        """Tries the model on `memory`: what it can do decides how rows are decoded."""
+    def __init__(self, model: Module, memory: KVMemory, max_batch: int, together: bool = TOGETHER) -> None:
+        """Tries the model on `memory`: what it can do decides how rows are decoded.
+
+        `together`: whether several prompts are stored in one pass, if the model can.
+        """
         self.model, self.memory = model, memory
         self.flight: Flight | None = None
         set_direct(model, memory)
         # Why rows are decoded one by one, if they are.
         self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
+        # Whether several prompts are stored in one pass. On CPU one is enough for all cores, but for very short ones.
+        self.together = together and max_batch > 1 and stores_together(model, memory, self.one_by_one)
         # Decode steps, if they can be compiled, else why not.
         self.compiled, self.uncompiled = compile_decode(model, memory, self.one_by_one)
+        # Whether a step is computed when it is built.
+        self.eager = memory.eager or is_eager(model) or (self.compiled is not None and self.compiled.eager)
+        # Whether several tokens of one sequence can be decoded in one step.
+        self.several = try_several(model, memory, self.one_by_one, self.compiled)
+        # What guesses the next tokens, if there is a draft model.
+        self.drafting = Drafting(model, memory, self.one_by_one) if isinstance(model, WithDraft) else None
 
-    def store(self, sequence: Sequence, tokens: list[int]) -> None:
-        """Compute and store what `tokens` are after those of `sequence`. No step may be in the air."""
-        with self.memory.step([sequence], len(tokens)) as caches:
-            self.model(mx.array(tokens)[None], cache=caches)
-        mx.eval(self.memory.arrays())
+    def store(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
+        """Compute and store what each row of `tokens` is after those of its sequence. No step may be in the air."""
+        store(self.model, self.memory, sequences, tokens)
+
+    def score(self, sequence: Sequence, tokens: list[int], following: list[int], top: int) -> list[Logprob]:
+        """As `store`; gives the log probability of what follows each token, and of the `top` likeliest."""
+        logits = self.memory.run(self.model, mx.array(tokens)[None], [sequence], [len(tokens)])[0]
+        found = scores(logits, following, top)
+        settle(self.memory.arrays())
+        return found
 
     def decode(self, requests: list[Request]) -> list[Row]:
         """Start a step for `requests`, and give what the one in the air, if there is one, has given the same."""
@@ -72,11 +85,11 @@ class Runner:
         sequences = [request.sequence for request in requests]
         if flight is None:
             logits = self.forward(sequences, mx.array([request.next_input for request in requests]))
-            if self.memory.eager:
+            if self.eager:
                 return self._read(requests, logits)
             self._start(requests, logits)
             return []
-        drawn = self.draw(requests, flight.logits)
+        drawn = self.draw(requests, flight.logits, _numbers(requests))
         # By itself: what is started together can only be read when all of it has ended.
         mx.async_eval(drawn.arrays())
         logits = self.forward(sequences, drawn.tokens)
@@ -85,16 +98,40 @@ class Runner:
         self._start(requests, logits)
         return _rows(requests, drawn)
 
+    def verify(self, requests: list[Request], proposals: list[list[int]]) -> Verification:
+        """Compute what follows the last token of each request and each token that was proposed to be next.
+
+        No step may be in the air. What is stored of proposals that were wrong is for the caller to take back.
+        """
+        assert self.flight is None, "the step in the air decides what is next"
+        tokens = [
+            token for request, some in zip(requests, proposals, strict=True) for token in (request.next_input, *some)
+        ]
+        counts = [1 + len(some) for some in proposals]
+        logits = self.forward([request.sequence for request in requests], mx.array(tokens), counts)
+        # The device begins while the drawing is built.
+        mx.async_eval(logits, self.memory.arrays())
+        return Verification(self.draw, self.several.tolerance, requests, proposals, logits)
+
+    def draft(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
+        """Guess so many of `counts` next tokens of each request. No step may be in the air; there is room for them."""
+        assert self.drafting is not None and self.flight is None, "there is no draft model, or a step is in the air"
+        return self.drafting.guess(requests, counts)
+
     def _start(self, requests: list[Request], logits: mx.array) -> None:
         mx.async_eval(logits, self.memory.arrays())
         self.flight = Flight(list(requests), logits)
 
-    def draw(self, requests: list[Request], logits: mx.array) -> Drawn:
-        """The next token of each request; lazy."""
-        return sample(logits, requests, [len(request.tokens) for request in requests])
+    def draw(
+        self, requests: list[Request], logits: mx.array, drawn: list[int], tolerance: float | None = None
+    ) -> Drawn:
+        """The next token of each request, of which so many of `drawn` were drawn before; lazy."""
+        return sample(logits, requests, drawn, tolerance)
 
-    def forward(self, sequences: list[Sequence], inputs: mx.array) -> mx.array:
-        """Logits [rows, vocabulary] after one more token of each sequence; lazy."""
+    def forward(self, sequences: list[Sequence], inputs: mx.array, counts: list[int] | None = None) -> mx.array:
+        """Logits [rows, vocabulary] after each of `inputs`, of which each sequence has so many of `counts`; lazy."""
+        if counts is None:
+            counts = [1] * len(sequences)
         if len(sequences) > 1 and self.one_by_one is not None:
             rows = []
             for index, sequence in enumerate(sequences):
@@ -103,8 +140,8 @@ class Runner:
                 mx.eval(rows[-1], self.memory.arrays())
             return mx.concatenate(rows)
         if self.compiled is not None:
-            return self.compiled(sequences, inputs)
-        return forward(self.model, self.memory, sequences, inputs)
+            return self.compiled(sequences, inputs, counts)
+        return forward(self.model, self.memory, sequences, inputs, counts)
 
     def land(self) -> list[Row]:
         """What the step in the air has given, if there is one; then there is none."""
@@ -118,7 +155,7 @@ class Runner:
         return self._read(requests, logits)
 
     def _read(self, requests: list[Request], logits: mx.array) -> list[Row]:
-        drawn = self.draw(requests, logits)
+        drawn = self.draw(requests, logits, _numbers(requests))
         mx.eval(drawn.arrays(), self.memory.arrays())
         return _rows(requests, drawn)
 
@@ -133,6 +170,10 @@ class Runner:
         """Until the step in the air, if there is one, has been computed."""
         if self.flight is not None:
             mx.eval(self.flight.logits)
+
+
+def _numbers(requests: list[Request]) -> list[int]:
+    return [len(request.tokens) for request in requests]
 
 
 def _rows(requests: list[Request], drawn: Drawn) -> list[Row]:

@@ -2,8 +2,13 @@
 
 Every request draws from its own stream of random numbers (its seed and the number of the token), so what it gets does
 not depend on the requests beside it. Log probabilities that are reported are the model's own, before any rule.
+
+Where logits were computed in another way than one token at a time would be, they may differ by rounding. With such a
+`tolerance` each row also says whether any logits that are no further away would have given the same token: its
+`margin` is the distance, as a change of all logits, at which another one could win.
 """
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -26,9 +31,11 @@ class Drawn:
     sound: mx.array
     chosen: mx.array | None = None
     top: tuple[mx.array, mx.array] | None = None
+    # Whether the token would be the same within a tolerance, if one was given.
+    sure: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        optional = [self.chosen, *(self.top or ())]
+        optional = [self.chosen, *(self.top or ()), self.sure]
         return [self.tokens, self.sound, *[array for array in optional if array is not None]]
 
     def logprobs(self, row: int, wanted: int) -> Logprob:
@@ -40,30 +47,56 @@ class Drawn:
         return Logprob(self.chosen[row].item(), top)  # type: ignore[arg-type]
 
 
-def sample(logits: mx.array, requests: list[Request], drawn: list[int]) -> Drawn:
+def sample(logits: mx.array, requests: list[Request], drawn: list[int], tolerance: float | None = None) -> Drawn:
     """One token per row of `logits` [rows, vocabulary]; for request i `drawn[i]` tokens were chosen before."""
     # A NaN anywhere makes the largest NaN.
-    sound = mx.isfinite(logits.max(axis=-1))
+    peaks = _peaks(logits)
+    sound = mx.isfinite(peaks.max(axis=-1))
     processed = _process(logits, requests)
     if processed is not logits:
         sound &= mx.isfinite(processed.max(axis=-1))
     adjusted = _adjust(processed, requests, drawn)
-    rows_by_rule: dict[Rule, list[int]] = {}
+    rows_by_rule: dict[tuple[Rule, float | None], list[int]] = {}
     for row, request in enumerate(requests):
-        rows_by_rule.setdefault(request.sampling.rule, []).append(row)
-    parts, order = [], []
-    for rule, rows in rows_by_rule.items():
+        within = tolerance * _stretch(request) if tolerance is not None else None
+        rows_by_rule.setdefault((request.sampling.rule, within), []).append(row)
+    parts, sure, order = [], [], []
+    for (rule, within), rows in rows_by_rule.items():
         some = adjusted if len(rows) == len(requests) else adjusted[mx.array(rows)]
-        parts.append(_choose(some, rule, [(requests[row].seed, drawn[row]) for row in rows]))
+        keys = [(requests[row].seed, drawn[row]) for row in rows]
+        chosen, certain = _choose(some, rule, keys, within, peaks if some is logits else None)
+        parts.append(chosen)
+        sure += [certain] if certain is not None else []
         order += rows
-    tokens = mx.concatenate(parts)
-    if len(parts) > 1:
-        tokens = tokens[mx.array(np.argsort(order))]
-    result = Drawn(tokens, sound)
+    in_turn = mx.array(np.argsort(order)) if len(parts) > 1 else slice(None)
+    result = Drawn(mx.concatenate(parts)[in_turn], sound)
+    if tolerance is not None:
+        result.sure = mx.concatenate(sure)[in_turn]
     wanted = [request.sampling.logprobs for request in requests if request.sampling.logprobs is not None]
     if wanted:
         _report(result, logits, max(wanted))
     return result
+
+
+def guess(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.array:
+    """What `sample` would give, but for rules that look at tokens before: a draft model's guess at it."""
+    rows = []
+    for row, (request, number) in enumerate(zip(requests, drawn, strict=True)):
+        rows.append(_choose(logits[row : row + 1], request.sampling.rule, [(request.seed, number)], None)[0])
+    return mx.concatenate(rows)
+
+
+def scores(logits: mx.array, tokens: list[int], top: int) -> list[Logprob]:
+    """The log probability of each of `tokens` by its row of `logits` [tokens, vocabulary], with the `top` likeliest."""
+    found = Drawn(mx.array(tokens), mx.array(True))
+    _report(found, logits, top)
+    mx.eval(found.arrays())
+    return [found.logprobs(row, top) for row in range(len(tokens))]
+
+
+def _stretch(request: Request) -> float:
+    """By how much its rules make a difference of logits larger, at most."""
+    return max(request.sampling.repetition_penalty, 1 / request.sampling.repetition_penalty)
 
 
 def _report(result: Drawn, logits: mx.array, top: int) -> None:
@@ -134,20 +167,77 @@ def _adjust(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.a
     return mx.where(logits > 0, logits / scale, logits * scale) + mx.array(added)
 
 
-def _choose(logits: mx.array, rule: Rule, keys: list[tuple[int, int]]) -> mx.array:
+def _peaks(logits: mx.array) -> mx.array:
+    """The largest logit of each of several parts of a row, [rows, parts].
+
+    On a GPU one row is too little for all of it: a whole row at a time takes ten times as long.
+    """
+    rows, vocabulary = logits.shape
+    parts = next(count for count in (32, 16, 8, 4, 2, 1) if vocabulary % count == 0)
+    return logits.reshape(rows, parts, -1).max(axis=-1)
+
+
+def _first_largest(logits: mx.array, peaks: mx.array) -> mx.array:
+    """The token with the largest logit of each row; the first of several. `peaks` are those of `logits`."""
+    rows, parts = peaks.shape
+    size = logits.shape[-1] // parts
+    part = mx.argmax(peaks, axis=-1)
+    here = logits.reshape(rows * parts, size)[mx.arange(rows, dtype=mx.uint32) * parts + part]
+    return part * size + mx.argmax(here, axis=-1)
+
+
+def _choose(
+    logits: mx.array,
+    rule: Rule,
+    keys: list[tuple[int, int]],
+    tolerance: float | None,
+    peaks: mx.array | None = None,
+) -> tuple[mx.array, mx.array | None]:
+    """A token per row; and, with a tolerance, whether it is sure. `peaks` are those of `logits`, if they are known."""
     if rule.temperature == 0:
-        return mx.argmax(logits, axis=-1)
+        tokens = _first_largest(logits, _peaks(logits) if peaks is None else peaks)
+        return tokens, None if tolerance is None else _gap(logits, tokens) > 2 * tolerance
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if rule.top_p < 1:
-        logprobs = apply_top_p(logprobs, rule.top_p)
-    if rule.min_p > 0:
-        logprobs = apply_min_p(logprobs, rule.min_p)
-    if 0 < rule.top_k < logits.shape[-1]:
-        logprobs = apply_top_k(logprobs, rule.top_k)
     # The largest of (log probability + Gumbel noise) is a draw from the distribution.
-    noise = [mx.random.gumbel(logits.shape[-1:], key=_key(seed, number)) for seed, number in keys]
-    return mx.argmax(logprobs / rule.temperature + mx.stack(noise), axis=-1)
+    noise = mx.stack([mx.random.gumbel(logits.shape[-1:], key=_key(seed, number)) for seed, number in keys])
+    tokens = mx.argmax(_filtered(logprobs, rule) / rule.temperature + noise, axis=-1)
+    if tolerance is None:
+        return tokens, None
+    # Whoever passes the filters for such logits: of all that might, the winner must be the same, and surely pass.
+    within = 2 * tolerance
+    loose, strict = (mx.isfinite(_filtered(logprobs, _moved(rule, by))) for by in (within, -within))
+    lowest = mx.where(loose, logprobs, mx.inf).min(axis=-1, keepdims=True)
+    highest = mx.where(strict, -mx.inf, logprobs).max(axis=-1)
+    scores = mx.where(logprobs >= lowest - within, logprobs, -mx.inf) / rule.temperature + noise
+    sure = (mx.argmax(scores, axis=-1) == tokens) & (_gap(scores, tokens) * rule.temperature > within)
+    return tokens, sure & (mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0] > highest + within)
+
+
+def _filtered(logprobs: mx.array, rule: Rule) -> mx.array:
+    """-inf for what top_p, min_p and top_k leave out."""
+    kept = logprobs
+    if rule.top_p < 1:
+        kept = apply_top_p(kept, rule.top_p)
+    if rule.min_p > 0:
+        kept = apply_min_p(kept, rule.min_p)
+    if 0 < rule.top_k < logprobs.shape[-1]:
+        kept = apply_top_k(kept, rule.top_k)
+    return kept
+
+
+def _moved(rule: Rule, by: float) -> Rule:
+    """Filters with the limits that they have, at most, for logits of which any two are `by` further apart or closer:
+    looser above 0, stricter below. Whose rank is near a limit is not moved by it: others of its size may pass it."""
+    top_p = min(1.0, rule.top_p * math.exp(by)) if rule.top_p < 1 else 1.0
+    return Rule(rule.temperature, top_p, rule.top_k, min(1.0, rule.min_p * math.exp(-by)))
+
+
+def _gap(scores: mx.array, tokens: mx.array) -> mx.array:
+    """How far the best of each row is ahead of the next one; `tokens` are the best."""
+    best = mx.take_along_axis(scores, tokens[:, None], axis=-1)
+    others = mx.put_along_axis(scores, tokens[:, None], mx.array(-mx.inf, scores.dtype), axis=-1)
+    return (best[:, 0] - others.max(axis=-1)).astype(mx.float32)
 
 
 def _key(seed: int, number: int) -> mx.array:

@@ -7,21 +7,36 @@ in chunks of the plan, and shorter where the pool is that small.
 """
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
+from .. import loops
 from ..memory.compiled import CompiledDecode
+from ..memory.device import settle
 from ..memory.kv import KVMemory
+from ..memory.looped import LoopedDecode
 from ..memory.pool import OutOfBlocks
 from ..memory.pool.sequence import Sequence
 from ..memory.traced import Untraceable
 
 # Tokens stored before the step that is compared.
 LENGTHS = (3, 21)
+# Tokens of one sequence that are tried in one step, and how many come before. On a GPU few and many are multiplied in
+# different ways, and a long context is read in other pieces, which are joined in another order.
+SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
+TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
+# Devices on which that runs, but has not been shown to gain anything: it is not done there.
+UNPROVEN = {"cuda"}
+# Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
+# contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
+# lies between the largest and the next number, which is much where they have 16 bits.
+SAFETY, LEAST_EXACT, LEAST = 4.0, 1e-4, 1e-2
 # Chooses what to read by the slot a token lies in, and only in contexts too long to try here.
 BY_SLOT = {"mlx_lm.models.minimax_m3_vl"}
+BY_SLOT_REASON = "the model takes the place of a token in memory for its position"
 
 
 def set_direct(model: Module, memory: KVMemory) -> None:
@@ -39,29 +54,52 @@ def set_direct(model: Module, memory: KVMemory) -> None:
 def why_one_by_one(model: Module, memory: KVMemory) -> str | None:
     """None if rows of different lengths can be decoded in one call, else the reason."""
     if type(model).__module__ in BY_SLOT:
-        return "the model takes the place of a token in memory for its position"
+        return BY_SLOT_REASON
     alone = mx.concatenate([_decode(model, memory, [row]) for row in range(len(LENGTHS))])
     try:
         together = _decode(model, memory, range(len(LENGTHS)))
     except OutOfBlocks:
         return "the KV pool has no room for two sequences to try it with"
     except (TypeError, ValueError) as error:
-        return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
+        return _needs_a_number(error)
     if _close(together, alone, memory):
         return None
     return "the model's output for a row depends on the rows beside it"
 
 
-def compile_decode(model: Module, memory: KVMemory, one_by_one: str | None) -> tuple[CompiledDecode | None, str | None]:
+def stores_together(model: Module, memory: KVMemory, one_by_one: str | None) -> bool:
+    """Whether chunks of two prompts, first and later ones, can be stored in one call."""
+    # What is behind a row's own tokens would go into its state. Where attention is chunked, a model makes one mask for
+    # all rows.
+    if one_by_one is not None or memory.state_layers or any(g.rule.chunk is not None for g in memory.layout.groups):
+        return False
+    rows = range(len(LENGTHS))
+    try:
+        together = _decode(model, memory, rows, together=True)
+    except (OutOfBlocks, TypeError, ValueError):
+        return False
+    return _close(together, _decode(model, memory, rows), memory)
+
+
+def compile_decode(
+    model: Module, memory: KVMemory, one_by_one: str | None
+) -> tuple[CompiledDecode | LoopedDecode | None, str | None]:
     """The model's decode steps compiled, or None and the reason."""
     if one_by_one is not None:
         return None, one_by_one
     if memory.state_layers:
         return None, "the model has recurrent states"
-    expected = _decode(model, memory, [1]) if memory.has_kernels else None
-    if expected is None or not memory.by_kernels:
-        return None, "attention here is not by a kernel that stores new tokens itself"
-    compiled = CompiledDecode(model, memory)
+    if not memory.kernels:
+        return None, "--kernels is off"
+    if memory.sharded:
+        return None, "the model is sharded, and its collectives run in MLX's own graphs (tensor parallel)"
+    no_loops = loops.why_not() if memory.on_cpu else "attention here is not by a kernel that stores new tokens itself"
+    if no_loops is not None and not memory.has_kernels:
+        return None, no_loops
+    expected = _decode(model, memory, [1])
+    compiled = compiled_untested(model, memory)
+    if compiled is None:
+        return None, no_loops
     try:
         logits = _decode(model, memory, [1], compiled)
     except (Untraceable, TypeError, ValueError, RuntimeError) as error:
@@ -71,11 +109,112 @@ def compile_decode(model: Module, memory: KVMemory, one_by_one: str | None) -> t
     return None, "the model's output is another when it is compiled"
 
 
-def forward(model: Module, memory: KVMemory, sequences: list[Sequence], inputs: mx.array) -> mx.array:
-    """Logits [rows, vocabulary] after one more token of each sequence; lazy."""
-    with memory.step(sequences, 1) as caches:
-        logits: mx.array = model(inputs[:, None], cache=caches)
-    return logits[:, -1]
+def compiled_untested(model: Module, memory: KVMemory) -> CompiledDecode | LoopedDecode | None:
+    """What the model's decode steps are compiled by, after one of them has been made; None if there is nothing."""
+    if memory.by_kernels:
+        return CompiledDecode(model, memory)
+    if memory.kernels and memory.on_cpu and loops.why_not() is None:
+        return LoopedDecode(model, memory)
+    return None
+
+
+class Several(NamedTuple):
+    """Whether several tokens of one sequence can be decoded in one step: how far their logits may then be from those
+    of one token at a time, or why not."""
+
+    tolerance: float
+    why_not: str | None
+
+
+def try_several(
+    model: Module, memory: KVMemory, one_by_one: str | None, compiled: CompiledDecode | LoopedDecode | None
+) -> Several:
+    if memory.state_layers:
+        return Several(0.0, "the model has recurrent states, which cannot be taken back")
+    if one_by_one is None and type(model).__module__ in BY_SLOT:
+        one_by_one = BY_SLOT_REASON
+    if one_by_one is not None:
+        return Several(0.0, one_by_one)
+    if memory.device in UNPROVEN:
+        return Several(0.0, f"several tokens of a sequence in one step have not been shown to pay on {memory.device}")
+    longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
+    tolerance = 0.0
+    for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
+        count = min(count, memory.chunk)
+        length = min(before, longest - count)
+        tried = _try_count(model, memory, compiled, count, length) if count > 1 and length > 0 else TOO_SMALL
+        if isinstance(tried, str):
+            # A pool that is too small for many has room for few.
+            return Several(tolerance, None) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
+        tolerance = max(tolerance, tried)
+    return Several(tolerance, None)
+
+
+def _try_count(
+    model: Module, memory: KVMemory, compiled: CompiledDecode | LoopedDecode | None, count: int, length: int
+) -> float | str:
+    """How far logits of `count` tokens in one step, after `length` others, may be from those of one at a time; or why
+    that cannot be done."""
+    tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, length + count)
+    try:
+        alone = _after(model, memory, tokens, length, [1] * count, compiled)
+        together = _after(model, memory, tokens, length, [count], compiled)
+    except OutOfBlocks:
+        return TOO_SMALL
+    except Untraceable as error:
+        return str(error)
+    except (TypeError, ValueError) as error:
+        return _needs_a_number(error)
+    if not _close(together, alone, memory):
+        return "the model's output for several tokens of a sequence is not that of one at a time"
+    spacing = mx.finfo(alone.dtype).eps * float(mx.abs(alone).max())
+    spread = float(alone.astype(mx.float32).std())
+    apart = float(mx.abs(together.astype(mx.float32) - alone.astype(mx.float32)).max())
+    return max(SAFETY * apart, (LEAST_EXACT if memory.exact else LEAST) * spread, spacing)
+
+
+def _after(
+    model: Module,
+    memory: KVMemory,
+    tokens: np.ndarray[Any, Any],
+    length: int,
+    counts: list[int],
+    by: CompiledDecode | LoopedDecode | None,
+) -> mx.array:
+    """Logits after each of the tokens from `length` on, in steps of so many of `counts`."""
+    sequence = memory.open(len(tokens))
+    try:
+        _fill(model, memory, [sequence], [tokens[:length].tolist()], [memory.chunk], max(counts))
+        found = []
+        for count in counts:
+            new = mx.array(tokens[sequence.length : sequence.length + count])
+            step = ([sequence], new, [count])
+            found.append(by(*step) if by is not None else forward(model, memory, *step))
+            mx.eval(found[-1], memory.arrays())
+        return mx.concatenate(found)
+    finally:
+        memory.close(sequence)
+
+
+def forward(
+    model: Module, memory: KVMemory, sequences: list[Sequence], inputs: mx.array, counts: list[int]
+) -> mx.array:
+    """Logits [rows, vocabulary] after each of `inputs`, of which each sequence has so many of `counts`; lazy."""
+    return memory.run(model, inputs[:, None], sequences, counts, spread=True)[:, -1]
+
+
+def _needs_a_number(error: Exception) -> str:
+    return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
+
+
+def store(model: Module, memory: KVMemory, sequences: list[Sequence], tokens: list[list[int]]) -> None:
+    """Compute and store what each row of `tokens` is after those of its sequence."""
+    counts = [len(row) for row in tokens]
+    width = max(counts)
+    padded = [row + [0] * (width - len(row)) for row in tokens]
+    # A kernel that stores single tokens does so when its output is computed; else nobody needs logits.
+    logits = memory.run(model, mx.array(padded), sequences, counts, logits=width == 1)
+    settle(memory.arrays(), logits if width == 1 else None)
 
 
 def _close(logits: mx.array, expected: mx.array, memory: KVMemory) -> bool:
@@ -84,27 +223,52 @@ def _close(logits: mx.array, expected: mx.array, memory: KVMemory) -> bool:
     return bool(mx.abs(logits - expected).max() <= tolerance * expected.std())
 
 
-def _decode(model: Module, memory: KVMemory, rows: Iterable[int], by: CompiledDecode | None = None) -> mx.array:
-    """Logits of one decode step of sequences that have LENGTHS[row] tokens stored, or what the pool can hold."""
+def _decode(
+    model: Module,
+    memory: KVMemory,
+    rows: Iterable[int],
+    by: CompiledDecode | LoopedDecode | None = None,
+    together: bool = False,
+) -> mx.array:
+    """Logits of one decode step of sequences that have LENGTHS[row] tokens stored, or what the pool can hold.
+
+    These are stored row by row, or `together`, half of each in one pass.
+    """
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     sequences: list[Sequence] = []
-    inputs = []
+    inputs, prompts = [], []
     try:
         for row in rows:
             length = min(LENGTHS[row], longest - 1)
             tokens = np.random.default_rng(row).integers(0, memory.layout.vocabulary, length + 1)
             inputs.append(tokens[-1])
+            prompts.append(tokens[:-1].tolist())
             sequences.append(memory.open(len(tokens)))
-            for start in range(0, length, memory.chunk):
-                count = min(memory.chunk, length - start)
-                with memory.step(sequences[-1:], count) as caches:
-                    model(mx.array(tokens[None, start : start + count]), cache=caches)
-                mx.eval(memory.arrays())
-            sequences[-1].prefilled()
-        last = mx.array(np.stack(inputs))
-        logits = by(sequences, last) if by is not None else forward(model, memory, sequences, last)
+            if not together:
+                _fill(model, memory, sequences[-1:], prompts[-1:], [memory.chunk])
+        if together:
+            _fill(model, memory, sequences, prompts, [min(-(-len(row) // 2), memory.chunk) for row in prompts])
+        last, counts = mx.array(np.stack(inputs)), [1] * len(sequences)
+        logits = by(sequences, last, counts) if by is not None else forward(model, memory, sequences, last, counts)
         mx.eval(logits, memory.arrays())
         return logits
     finally:
         for sequence in sequences:
             memory.close(sequence)
+
+
+def _fill(
+    model: Module,
+    memory: KVMemory,
+    sequences: list[Sequence],
+    prompts: list[list[int]],
+    sizes: list[int],
+    step: int = 1,
+) -> None:
+    """Store `prompts`, so many tokens of each in one pass as `sizes` says; after that, at most `step` at a time."""
+    while rows := [row for row, sequence in enumerate(sequences) if sequence.length < len(prompts[row])]:
+        starts = {row: sequences[row].length for row in rows}
+        tokens = [prompts[row][start : start + sizes[row]] for row, start in starts.items()]
+        store(model, memory, [sequences[row] for row in rows], tokens)
+    for sequence in sequences:
+        sequence.prefilled(step)

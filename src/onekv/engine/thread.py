@@ -2,12 +2,14 @@
 
 Orders go in by a queue: start a job, cancel one, call a function between two steps. What a job produces goes out by its
 `emit`, which the engine's thread calls (`jobs.py`). Nothing of the engine is ever touched by another thread: whoever
-wants to look gets an immutable picture (`look`), which is made anew after a step, some times a second.
+wants to look gets an immutable picture (`look`), which is made anew after a step, some times a second. What the thread
+is doing, and since when, can be read at any time (`doing`), also in the midst of a step that does not end.
 
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ refused at once: too long, or too many wait    \\_ cancelled: End("cancelled")
 
-If the engine cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone.
+If the engine cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone. Nor does
+`stop` wait for one that is stuck: it is left as it is, for the process to end.
 """
 
 import logging
@@ -22,9 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import OverloadedError
+from ..errors import OverloadedError, StuckError
+from .doing import Doing, What
 from .engine import Engine
 from .jobs import Job, Jobs
+from .stream import borrowed_stream
 from .view import View, look
 
 log = logging.getLogger("onekv.engine")
@@ -34,8 +38,12 @@ Result = TypeVar("Result")
 # How old a picture of the engine may become while somebody looks or something runs, and how long somebody who has
 # looked may do so again.
 VIEW_SECONDS, WATCH_SECONDS = 0.25, 5.0
+# Between two attempts to copy blocks to a colder tier, where nothing else is to do.
+SHARE_SECONDS = 0.01
 # How long a thread that Python has joined may take to end.
 GONE_SECONDS = 10.0
+# How often it is looked whether a thread that is to end is stuck.
+LOOK_SECONDS = 0.05
 
 
 class EngineThread:
@@ -64,17 +72,28 @@ class EngineThread:
         # When running jobs are cancelled, once it is stopping.
         self._deadline = math.inf
         self._view: View | None = None
-        # Until when somebody may look again, and whether they want the prefix tree.
-        self._watched, self._tree_watched = -math.inf, -math.inf
+        # Until when somebody may look again, and want the state of every block.
+        self._watched, self._blocks_watched = -math.inf, -math.inf
+        # Whether the engine could not go on.
+        self.failed = False
+        self._doing = Doing("loading", now())
+        # For `doing` alone; the engine's own thread passes it on.
+        self._engine: Engine | None = None
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="onekv-engine", daemon=True)
 
     # From any thread
 
     def start(self) -> None:
-        """Returns when the engine is built; raises what building it raised."""
+        """Returns when the engine is built; raises what building it raised, when the thread has gone."""
         self._thread.start()
-        self._ready.result()
+        try:
+            self._ready.result()
+        except BaseException:
+            if self._ready.done():
+                self._thread.join()
+                _wait_until_gone(self._thread)
+            raise
 
     def submit(self, jobs: list[Job]) -> None:
         """Start all of `jobs` or none. Raises OverloadedError at once; other refusals come as the job's event."""
@@ -110,16 +129,16 @@ class EngineThread:
             self._orders.put(order)
         return future
 
-    def look(self, nodes: bool = False) -> View:
-        """The engine as it was after a step not long ago; with `nodes`, soon with the prefix tree in it.
+    def look(self, blocks: bool = False) -> View:
+        """The engine as it was after a step not long ago; soon with the state of every block, if wanted.
 
         Waits for nothing: in the midst of a long step it is the picture from before it.
         """
         assert self._view is not None, "the engine was not started"
         now, before = self._now(), self._watched
         self._watched = now + WATCH_SECONDS
-        if nodes:
-            self._tree_watched = self._watched
+        if blocks:
+            self._blocks_watched = self._watched
         if now >= before and not self._stopping:
             # It may be idle, and look up only when something is asked for.
             self._orders.put(lambda engine: None)
@@ -129,6 +148,32 @@ class EngineThread:
         """Raises OverloadedError if it is stopping. With the lock held, an order that is let in is also carried out."""
         if self._stopping:
             raise OverloadedError("the server is shutting down", retry_after=5)
+
+    @property
+    def doing(self) -> Doing:
+        """What it is doing now; read from any thread, whatever that is."""
+        doing, engine = self._doing, self._engine
+        if doing.what == "step" and engine is not None:
+            return Doing(doing.what, doing.since, *engine.at_work)
+        if doing.what == "closing" and engine is not None:
+            return Doing(doing.what, doing.since, stored=engine.stored)
+        return doing
+
+    def age(self) -> float:
+        """For how many seconds it has been doing that; compiling does not count."""
+        return self._doing.age(self._now())
+
+    def stuck(self, limit: float) -> bool:
+        """Whether a step or an order takes longer than `limit` seconds."""
+        return self._doing.stuck(self._now(), limit)
+
+    def complaint(self, limit: float) -> str:
+        """Of a thread that is stuck: with what, and for how long."""
+        return f"the engine is stuck: {self.doing} for {self.age():.1f} s, more than {limit:g} s (--step-limit)"
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
 
     @property
     def alive(self) -> bool:
@@ -144,20 +189,32 @@ class EngineThread:
         """Whether nothing is asked for that has not been carried out."""
         return self._orders.empty()
 
-    def stop(self, grace: float = 10.0) -> None:
-        """Refuse new jobs, let those there are run for `grace` seconds, cancel the rest, close the engine."""
+    def stop(self, grace: float = 10.0, step_limit: float = math.inf) -> None:
+        """Refuse new jobs, let those there are run for `grace` seconds, cancel the rest, close the engine.
+
+        Raises StuckError if the grace is over and the step in flight has taken more than `step_limit` seconds: then
+        nothing was closed, and the process had better end.
+        """
         with self._lock:
             if self._stopping:
                 return
             self._deadline = self._now() + grace
             self._stopping = True
         self._orders.put(None)
-        self._thread.join()
+        self._thread.join(LOOK_SECONDS)
+        while self._thread.is_alive():
+            if self._now() >= self._deadline and self.stuck(step_limit):
+                raise StuckError(f"{self.complaint(step_limit)}; what was cached in memory alone is lost")
+            self._thread.join(LOOK_SECONDS)
         _wait_until_gone(self._thread)
 
     # In the engine's thread
 
     def _run(self) -> None:
+        with borrowed_stream():
+            self._compute()
+
+    def _compute(self) -> None:
         try:
             engine = self.open()
         except BaseException as error:  # noqa: BLE001  raised by start, in the thread that waits for it
@@ -169,13 +226,15 @@ class EngineThread:
                 pass
         except BaseException:
             log.critical("the engine cannot go on; all requests end", exc_info=True)
+            self.failed = True
         self.close(engine)
 
     def open(self) -> Engine:
         """Build the engine; the thread that does so owns it."""
-        engine = self._build()
+        engine = self._engine = self._build()
         self._room = engine.plan.max_batch + self._max_waiting
         self._publish(engine)
+        self._begin("idle")
         return engine
 
     def turn(self, engine: Engine, wait: bool = True) -> bool:
@@ -185,6 +244,7 @@ class EngineThread:
         """
         if self._take_orders(engine, wait):
             return False
+        self._begin("step")
         self._expire(engine)
         was_idle = engine.idle
         self._jobs.step(engine)
@@ -198,10 +258,12 @@ class EngineThread:
         """End all jobs, whatever state the engine is in, and let go of it."""
         with self._lock:
             self._stopping = True
+        self._begin("closing")
         try:
             engine.close()
         except Exception:
             log.exception("the engine could not be closed")
+        self._engine = None
         # Those that came too late, too.
         while not self._orders.empty():
             order = self._orders.get()
@@ -211,6 +273,10 @@ class EngineThread:
             except Exception:
                 log.exception("an order to an engine that is closed failed")
         self._jobs.close()
+        self._begin("ended")
+
+    def _begin(self, what: What) -> None:
+        self._doing = Doing(what, self._now())
 
     def _take_orders(self, engine: Engine, wait: bool) -> bool:
         """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""
@@ -219,13 +285,18 @@ class EngineThread:
                 return True
             idle = engine.idle and not self._stopping
             watched = self._now() < self._watched
+            # Steps make copies for colder tiers, also while nothing else is to do.
+            sharing = engine.prefix.unshared
+            if idle:
+                self._begin("idle")
             try:
-                order = self._orders.get(wait and idle, VIEW_SECONDS if watched else None)
+                order = self._orders.get(wait and idle, SHARE_SECONDS if sharing else VIEW_SECONDS if watched else None)
             except queue.Empty:
-                if not (wait and idle):
+                if not (wait and idle) or sharing:
                     return False
                 order = None
             if order is not None:
+                self._begin("order")
                 order(engine)
             if idle and self._now() < self._watched:
                 self._publish(engine)
@@ -234,7 +305,7 @@ class EngineThread:
         return self._view is None or self._now() >= self._view.time + VIEW_SECONDS
 
     def _publish(self, engine: Engine) -> None:
-        self._view = look(engine, nodes=self._now() < self._tree_watched)
+        self._view = look(engine, blocks=self._now() < self._blocks_watched)
 
     def _expire(self, engine: Engine) -> None:
         now = self._now()

@@ -1,25 +1,27 @@
 """What there is, for eyes outside of the engine's thread: plain figures, and an immutable picture of all of it.
 
-`Stats` is what each part says of itself, gathered. A `View` adds the requests and, if somebody wants them, the nodes of
-the prefix tree. Both are made between two steps, in the thread that owns the engine, and can then be read by any.
+`Stats` is what each part says of itself, gathered. A `View` adds the requests and, if somebody wants it, the state of
+every block. Both are made between two steps, in the thread that owns the engine, and can then be read by any. What the
+blocks contain is read by `contents.py`.
 """
 
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..memory.figures import PoolStats
+from ..memory.figures import LOADING, PoolStats
 from ..prefix.figures import PrefixStats
-from ..prefix.index import held
 from ..tiers.base import TierStats
 from ..units import format_size
 from .engine import Engine
+from .footprint import footprint
 from .request import Request, RequestState
+from .speculation.control import SpeculationStats
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes: by owner, and as MLX counts them for the whole process."""
+    """Bytes: by owner, as MLX counts them for the whole process, and as the system counts all of the process."""
 
     weights: int
     pool: int
@@ -27,6 +29,8 @@ class MemoryStats:
     active: int
     peak: int
     buffer_cache: int
+    # Physical memory (footprint.py).
+    footprint: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +47,13 @@ class Stats:
     one_by_one: str | None
     # Why decode steps are not compiled, if they are not.
     uncompiled: str | None
+    # None when there is none; then why.
+    speculation: SpeculationStats | None = None
+    unspeculated: str | None = None
+    # Why attention kernels that support this device are not used, if there are any.
+    unused_kernels: str | None = None
+    # How far next tokens are from those with plain KV, in nats, as measured at load; None of plain KV itself.
+    divergence: float | None = None
 
     def __repr__(self) -> str:
         """A few lines; the fields have all of it."""
@@ -50,7 +61,8 @@ class Stats:
         lines = [
             f"Stats({self.running} running, {self.waiting} waiting",
             f"  memory: weights {format_size(memory.weights)}, KV pool {format_size(memory.pool)}, "
-            f"active {format_size(memory.active)}, peak {format_size(memory.peak)}",
+            f"active {format_size(memory.active)}, peak {format_size(memory.peak)}, "
+            f"process {format_size(memory.footprint)}",
         ]
         lines += [
             f"  {pool.group}: {pool.blocks} blocks of {format_size(pool.block_bytes)}: {pool.held} held, "
@@ -59,10 +71,16 @@ class Stats:
         ]
         if self.prefix is not None:
             lines.append(f"  prefix cache: {self.prefix.hits} hits, {self.prefix.tokens_reused:,} tokens reused")
-        lines += [
-            f"  {tier.name}: {tier.blocks} blocks, {format_size(tier.bytes)} of {format_size(tier.limit)}"
-            for tier in self.tiers
-        ]
+        if self.speculation is not None:
+            proposed, accepted = self.speculation.proposed, self.speculation.accepted
+            lines.append(f"  speculation: {accepted:,} of {proposed:,} proposed tokens accepted")
+        elif self.unspeculated is not None:
+            lines.append(f"  no speculation: {self.unspeculated}")
+        if self.unused_kernels is not None:
+            lines.append(f"  attention by MLX's operations: {self.unused_kernels}")
+        if self.divergence is not None:
+            lines.append(f"  KV format: diverges from plain by {self.divergence:.2g} nats per token")
+        lines += [f"  {tier.name}: {tier.summary}" for tier in self.tiers]
         return "\n".join(lines) + ")"
 
 
@@ -75,12 +93,23 @@ def read_stats(engine: Engine) -> Stats:
         active=mx.get_active_memory(),
         peak=mx.get_peak_memory(),
         buffer_cache=mx.get_cache_memory(),
+        footprint=footprint(),
     )
     waiting = len(engine.scheduler.waiting)
-    running = len(list(engine.scheduler)) - waiting
-    prefix = engine.prefix.stats() if engine.prefix.enabled else None
-    tiers = tuple(tier.stats() for tier in engine.prefix.tiers)
-    return Stats(kv.pools, memory, prefix, tiers, waiting, running, engine.runner.one_by_one, engine.runner.uncompiled)
+    return Stats(
+        pools=kv.pools,
+        memory=memory,
+        prefix=engine.prefix.stats() if engine.prefix.enabled else None,
+        tiers=tuple(tier.stats() for tier in engine.prefix.tiers),
+        waiting=waiting,
+        running=len(list(engine.scheduler)) - waiting,
+        one_by_one=engine.runner.one_by_one,
+        uncompiled=engine.runner.uncompiled,
+        speculation=engine.speculation.stats() if engine.speculation is not None else None,
+        unspeculated=engine.unspeculated,
+        unused_kernels="; ".join(engine.memory.unused_kernels) or None,
+        divergence=engine.divergence,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,26 +124,10 @@ class RequestView:
     stored_tokens: int
     generated_tokens: int
     max_tokens: int
+    # Tokens that were guessed to be next, and those of them that were.
+    proposed_tokens: int
+    accepted_tokens: int
     age: float
-
-
-@dataclass(frozen=True)
-class NodeView:
-    """A block of the prefix tree: tokens [start, end) after the node `parent`, or after nothing (None).
-
-    `held` says which groups still have it, `use` is larger the later it was used.
-    """
-
-    key: bytes
-    parent: bytes | None
-    start: int
-    end: int
-    held: tuple[bool, ...]
-    snapshot: bool
-    pins: int
-    # Running sequences that go on from here.
-    leases: int
-    use: int
 
 
 @dataclass(frozen=True)
@@ -123,14 +136,21 @@ class View:
     time: float
     stats: Stats
     requests: tuple[RequestView, ...]
-    # None unless they were asked for.
-    nodes: tuple[NodeView, ...] | None = None
+    # Of each pool a byte per block (`memory.figures`); None unless they were asked for.
+    blocks: tuple[bytes, ...] | None = None
 
 
-def look(engine: Engine, nodes: bool = False) -> View:
+def look(engine: Engine, blocks: bool = False) -> View:
     now = engine.now()
     requests = tuple(_request(request, now) for request in engine.scheduler)
-    return View(now, read_stats(engine), requests, _nodes(engine) if nodes else None)
+    return View(now, read_stats(engine), requests, _states(engine) if blocks else None)
+
+
+def _states(engine: Engine) -> tuple[bytes, ...]:
+    states = [pool.states() for pool in engine.memory.pools]
+    for group, block in engine.prefix.being_read():
+        states[group][block] = LOADING
+    return tuple(each.tobytes() for each in states)
 
 
 def _request(request: Request, now: float) -> RequestView:
@@ -142,23 +162,7 @@ def _request(request: Request, now: float) -> RequestView:
         stored_tokens=request.sequence.length if request.lease is not None else 0,
         generated_tokens=len(request.tokens),
         max_tokens=request.max_tokens,
+        proposed_tokens=request.proposed,
+        accepted_tokens=request.accepted,
         age=now - request.created,
-    )
-
-
-def _nodes(engine: Engine) -> tuple[NodeView, ...]:
-    groups, snapshots = range(len(engine.memory.pools)), engine.prefix.snapshots
-    return tuple(
-        NodeView(
-            key=node.key,
-            parent=node.parent.key if node.parent is not None and node.parent.parent is not None else None,
-            start=node.start,
-            end=node.end,
-            held=tuple(held(node, group) for group in groups),
-            snapshot=snapshots.get(node.key) is not None,
-            pins=node.pins,
-            leases=node.leases,
-            use=node.last_used,
-        )
-        for node in engine.prefix.index.nodes.values()
     )

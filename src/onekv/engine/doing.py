@@ -1,0 +1,60 @@
+"""What the engine's thread is doing, for every thread to read without a lock: one immutable record.
+
+    loading -> idle -> order | step -> idle ... -> closing -> ended
+
+The engine's thread puts a new record in the place of the old one (`EngineThread.doing`) whenever it begins something
+else. Orders and steps are over soon: one that takes longer than a limit is stuck. Loading a model or writing the cache
+at the end take as long as they take, and so does compiling, which is part of the first steps on CPU and does not count.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import loops
+from ..units import format_size
+from .request import RequestState
+
+What = Literal["loading", "idle", "order", "step", "closing", "ended"]
+
+_WORDS: dict[str, str] = {
+    "loading": "loading the model",
+    "order": "carrying out an order between two steps",
+    "step": "making a step",
+    "closing": "storing what is cached",
+}
+# What a step does for a request, by the state that the request is in.
+_STEPS: dict[RequestState, str] = {
+    "waiting": "admitting",
+    "looking": "looking for what is cached",
+    "loading": "reading from the disk cache",
+    "prefilling": "prefilling",
+    "running": "decoding",
+}
+
+
+@dataclass(frozen=True)
+class Doing:
+    what: What
+    # By the clock of the engine's thread, in seconds.
+    since: float
+    # Of a step: the state of the requests that it is for at the moment, and how many they are.
+    state: RequestState | None = None
+    requests: int = 0
+    # Of closing: bytes that were handed to the disk cache, and in all.
+    stored: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        if self.stored is not None:
+            return f"{_WORDS['closing']}: {format_size(self.stored[0])} of {format_size(self.stored[1])}"
+        if self.state is None:
+            return _WORDS.get(self.what, self.what)
+        counted = "1 request" if self.requests == 1 else f"{self.requests} requests"
+        return f"{_STEPS.get(self.state, _WORDS['step'])} for {counted}"
+
+    def age(self, now: float) -> float:
+        """For how many seconds it has gone on, without the time until the last loop was compiled."""
+        return max(0.0, now - max(self.since, loops.compiled.at))
+
+    def stuck(self, now: float, limit: float) -> bool:
+        """Whether it should have been over, which takes at most `limit` seconds."""
+        return self.what in ("order", "step") and self.age(now) > limit

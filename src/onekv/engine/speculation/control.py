@@ -1,0 +1,184 @@
+"""Whether and what to speculate on, step by step: what the engine asks, and what it tells.
+
+    propose(requests)       before a step: proposals for some of them, or none for anybody
+    verified(...)           after a step with proposals: how many were right, how long it took
+    plain(...)              after a step without: how long it took
+    ended(request)          its tokens may be what a later one repeats
+
+The controller owns the proposer and what was learned (`pace`). A request's part of that is in its `Guess`, from its
+first proposal to its end. Nothing here touches the memory: room for proposals is made, and what was wrong taken back,
+by the engine.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ..request import Request
+from .log import Match
+from .pace import ALL, DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, class_of
+
+
+class Proposer(Protocol):
+    def propose(self, request: Request, limit: int) -> Match | None:
+        """At most `limit` tokens that may follow those of `request`."""
+
+    def learn(self, request: Request) -> None:
+        """`request` has ended, and is cached."""
+
+    def forget(self, request: Request) -> None:
+        """`request` has ended: nothing of it is to be kept but what was learned."""
+
+    def clear(self) -> None:
+        """What is cached was cleared."""
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """Tokens that were proposed, those of them that were right, and steps with proposals."""
+
+    proposed: int = 0
+    accepted: int = 0
+    steps: int = 0
+    # Rows that were computed again alone, because another token was too close.
+    doubtful: int = 0
+
+
+@dataclass
+class Guess:
+    """What is known of one request."""
+
+    rates: Rates = field(default_factory=Rates)
+    # Of the proposal in work: its class.
+    kind: int = 0
+    # Its next token is computed alone.
+    alone: bool = False
+
+
+# How many tokens to verify of each request's proposal (how likely one is right, how many there are), where a step
+# without any has so many rows.
+Allot = Callable[[Iterable[tuple[float, int]], int, Costs], list[int]]
+
+
+class Proposals(NamedTuple):
+    """For each request, tokens that may be next, and how many the draft model should guess instead."""
+
+    tokens: list[list[int]]
+    drafts: list[int]
+
+
+class Speculation:
+    def __init__(self, proposer: Proposer | None, most: int, drafts: bool = False, allot: Allot = allot) -> None:
+        """At most `most` tokens are proposed to a request at a time; `allot` decides how many of them are verified.
+
+        `drafts`: there is a draft model, too.
+        """
+        self.proposer, self.most, self._drafts, self.allot = proposer, most, drafts, allot
+        self._rates = Rates()
+        # Of steps with tokens that were found, and with drafts.
+        self._found, self._drafted = Costs(), Costs()
+        self._guesses: dict[Request, Guess] = {}
+        self._proposed = self._accepted = self._steps = self._doubtful = 0
+
+    def propose(self, requests: list[Request]) -> Proposals | None:
+        """What to verify for each of `requests` in their next step; None: nothing for anybody.
+
+        What is found is taken before what a draft model would have to compute.
+        """
+        limits = [self._limit(request) for request in requests]
+        found = [self._find(request, limit) for request, limit in zip(requests, limits, strict=True)]
+        kinds = [class_of(some.length) if some else DRAFTED for some in found]
+        counts = self._allot(requests, kinds, [len(some.tokens) if some else 0 for some in found], self._found)
+        if any(counts):
+            tokens = [some.tokens[:count] if some else [] for some, count in zip(found, counts, strict=True)]
+            return Proposals(tokens, [0] * len(requests))
+        if self._drafts:
+            counts = self._allot(requests, [DRAFTED] * len(requests), limits, self._drafted)
+            if any(counts):
+                return Proposals([[] for _ in requests], counts)
+        return None
+
+    def _limit(self, request: Request) -> int:
+        """How many tokens may be proposed: the last one is never fed back, so nothing is proposed behind it."""
+        guess = self._guesses.get(request)
+        # A function of a caller's own may make another token of the smallest difference.
+        if (guess is not None and guess.alone) or request.sampling.logits_processors:
+            return 0
+        return max(0, min(self.most, request.max_tokens - len(request.tokens) - 1))
+
+    def _find(self, request: Request, limit: int) -> Match | None:
+        return self.proposer.propose(request, limit) if self.proposer is not None and limit else None
+
+    def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:
+        """How many tokens of each proposal to verify, where they are of these kinds and lengths."""
+        if not any(lengths):
+            return [0] * len(requests)
+        likely = []
+        for request, kind, length in zip(requests, kinds, lengths, strict=True):
+            guess = self._guess(request)
+            guess.kind = kind
+            likely.append((guess.rates.rates[kind], length))
+        return self.allot(likely, len(requests), costs)
+
+    def _guess(self, request: Request) -> Guess:
+        if request not in self._guesses:
+            self._guesses[request] = Guess(Rates(list(self._rates.rates)))
+        return self._guesses[request]
+
+    def verified(
+        self,
+        requests: list[Request],
+        proposals: list[list[int]],
+        drafted: bool,
+        accepted: list[int],
+        seconds: float,
+    ) -> None:
+        """A step with `proposals` took so long, their drafting included; so many tokens of each were right."""
+        (self._drafted if drafted else self._found).add(len(requests) + sum(map(len, proposals)), seconds)
+        self._steps += 1
+        for request, proposal, right in zip(requests, proposals, accepted, strict=True):
+            request.proposed += len(proposal)
+            request.accepted += right
+            self._proposed += len(proposal)
+            self._accepted += right
+            # Who has ended has none.
+            guess = self._guesses.get(request)
+            if guess is not None and not proposal:
+                guess.alone = False
+            elif guess is not None:
+                # What was in doubt is not known to be wrong.
+                wrong = right < len(proposal) and not guess.alone
+                guess.rates.learn(guess.kind, right, wrong, OWN)
+                self._rates.learn(guess.kind, right, wrong, ALL)
+
+    def doubt(self, request: Request) -> None:
+        """Its next token could not be told for sure: it is computed alone."""
+        self._doubtful += 1
+        self._guess(request).alone = True
+
+    def plain(self, requests: list[Request], seconds: float) -> None:
+        """A step without proposals gave each of `requests` a token."""
+        rows = len(requests)
+        for costs in (self._found, self._drafted):
+            costs.add(rows, seconds)
+            costs.fade(rows)
+        self._rates.fade(Rates(), FADES_ALL)
+        for request in requests:
+            if (guess := self._guesses.get(request)) is not None:
+                guess.alone = False
+                guess.rates.fade(self._rates)
+
+    def ended(self, request: Request, kept: bool) -> None:
+        """`kept`: what it has computed is cached, and its tokens may be proposed to others."""
+        self._guesses.pop(request, None)
+        if self.proposer is not None:
+            if kept:
+                self.proposer.learn(request)
+            self.proposer.forget(request)
+
+    def clear(self) -> None:
+        if self.proposer is not None:
+            self.proposer.clear()
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(self._proposed, self._accepted, self._steps, self._doubtful)
