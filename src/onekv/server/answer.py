@@ -5,8 +5,11 @@
 An endpoint says what is to be generated (`Prepared`, made in another thread: tokenizers and grammars take time) and
 subclasses `Answer`, which writes deltas in the format of its API. `AnswerResponse` does the rest: it starts the
 generations when the response is sent, reads them, and cancels what has not ended when the client goes away. Frames
-that are ready together go out in one write. While there is nothing to send (a long prefill), a stream sends a comment
-every few seconds, so that neither the client nor a proxy gives up.
+that are ready together go out in one write. While there is nothing to send (a long prefill), a stream sends an event
+every few seconds that the API allows and that says nothing, so that neither the client nor a proxy gives up: clients
+that wait for the next event do not count comments. A client that asks for it is told instead how far its prompt is.
+Where the request asks why no more of its prompt is cached, the
+headers wait for the end of the step in flight; else they are sent at once.
 
 sse-starlette does the last part, too, and is not used: it ends all streams at once when the server is told to stop,
 where ours may go on for `--grace` seconds; it pings by the clock and not in silence; and it takes more time per write.
@@ -14,23 +17,31 @@ where ours may go on for `--grace` seconds; it pings by the clock and not in sil
 
 import asyncio
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from ..engine import Delta, End, Event
 from ..errors import OneKVError, OverloadedError
 from ..inbox import ClientGoneError, Inbox
-from .backend import Backend, Generation
+from ..llm import Probe
+from . import journal
+from .backend import Backend, Generation, Progress
+from .call import ChatCall
 from .deltas import Finish, TypedDelta
 from .errors import BadRequestError, for_client
+from .explain import ANSWER, ASK, explained, header, lost
 
 KEEP_ALIVE_S = 5.0
+# How often a client is told how far its prompt is, if it wants to know.
+PROGRESS_S = 0.5
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -52,20 +63,36 @@ class Prepared:
 
     generations: list[Generation]
     choices: list[Choice]
+    # The chat that the first was rendered from, if it was one.
+    call: ChatCall | None = None
 
 
 class Answer(ABC):
     """How an API writes an answer; one object for each request. Frames are made one at a time, in order."""
 
     media_type: ClassVar[str] = "text/event-stream"
-    # Sent while nothing comes; no part of the answer.
-    keep_alive: ClassVar[str] = ": keep-alive\n\n"
+    # Sent while nothing comes, no part of the answer, where the API has no event for that (`waiting`).
+    keep_alive: str = ": keep-alive\n\n"
     # What this API calls the fields that preparing may complain about.
     fields: ClassVar[Mapping[str, str]] = {}
+    # Whether the client wants to be told how far its first prompt is (`progress`).
+    wants_progress: bool = False
 
     def begin(self, prompt_tokens: int) -> Iterable[str]:
         """What is sent before anything is said; `prompt_tokens` are those of the first prompt."""
         return ()
+
+    def found(self, cached_tokens: int) -> Iterable[str]:
+        """What is sent when it is known how much of the first prompt was cached, before anything is said."""
+        return ()
+
+    def waiting(self) -> str:
+        """What is sent while nothing comes."""
+        return self.keep_alive
+
+    def progress(self, progress: Progress) -> str:
+        """What is sent while the first prompt is being stored, if that is wanted."""
+        return self.waiting()
 
     @abstractmethod
     def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
@@ -86,69 +113,117 @@ class Answer(ABC):
 
 class AnswerResponse(Response):
     def __init__(self, request: Request, answer: Answer, prepare: Callable[[], Prepared], stream: bool | None) -> None:
-        self._backend: Backend = request.app.state.backend
+        # The only one there is, or the one that was chosen (`models/choose.py`).
+        self._backend: Backend = request.app.state.backend or request.state.backend
         self._answer, self._prepare, self._stream = answer, prepare, stream
         self.status_code, self.background = 200, None
         self.media_type = answer.media_type
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            prepared = await asyncio.to_thread(self._prepare)
-        except BadRequestError as error:
-            error.field = self._answer.fields.get(error.field or "", error.field)
-            raise
+        prepared = await prepared_for(self._answer, self._prepare)
+        asked = Headers(scope=scope).get(ASK, "0") != "0"
+        first = prepared.generations[0]
+        # Before the request starts: what it stores itself does not count.
+        looking = self._backend.probe(first.tokens, first.salt) if asked else None
         with self._backend.generate(prepared.generations) as inbox:
             listening = asyncio.create_task(_listen(receive, inbox))
             try:
+                explanation = await self._explanation(prepared, await looking) if looking is not None else {}
                 if self._stream:
-                    await self._send_frames(prepared, inbox, send)
-                    return
-                said = await _collect(prepared.choices, inbox)
+                    self.headers.update(explanation)
+                    finish = await self._send_frames(prepared, inbox, send)
+                else:
+                    answers = await _collect(prepared.choices, inbox)
             finally:
                 listening.cancel()
-        await JSONResponse(self._answer.whole(said))(scope, receive, send)
+        if not self._stream:
+            finish = next(delta for delta in answers[0] if isinstance(delta, Finish))
+            await JSONResponse(self._answer.whole(answers), headers=explanation)(scope, receive, send)
+        if finish is not None:
+            await note_lost(self._backend, prepared, finish)
 
-    async def _send_frames(self, prepared: Prepared, inbox: Inbox, send: Send) -> None:
+    async def _explanation(self, prepared: Prepared, found: Probe) -> dict[str, str]:
+        """As a header."""
+        tokens = prepared.generations[0].tokens
+        said = await asyncio.to_thread(explained, self._backend, prepared.call, tokens, found)
+        return {ANSWER: header(said)}
+
+    async def _send_frames(self, prepared: Prepared, inbox: Inbox, send: Send) -> Finish | None:
+        """Gives how the first choice ended, if it did."""
         text = "".join(self._answer.begin(len(prepared.generations[0].tokens)))
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        rendering = _Rendering(self._answer, prepared.choices)
+        rendering = Rendering(self._answer, prepared.choices)
         now = asyncio.get_running_loop().time
-        due = now() + KEEP_ALIVE_S
+        pause = PROGRESS_S if self._answer.wants_progress else KEEP_ALIVE_S
+        due = now() + pause
         while True:
             if text or not rendering.open:
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": rendering.open > 0})
-                due = now() + KEEP_ALIVE_S
+                due = now() + pause
             if not rendering.open:
-                return
+                return rendering.first
             try:
                 events = await inbox.take(max(0.0, due - now()))
             except ClientGoneError:
-                return
+                return None
             text = "".join(rendering.frames(events))
             # Also while tokens come that are not shown yet: those of a tool call.
             if not text and rendering.open and now() >= due:
-                text = self._answer.keep_alive
+                # What is seen of the engine may be older than the tokens that have come.
+                storing = self._answer.wants_progress and not rendering.found
+                progress = self._backend.progress(inbox) if storing else None
+                text = self._answer.waiting() if progress is None else self._answer.progress(progress)
 
 
-class _Rendering:
+async def prepared_for(answer: Answer, prepare: Callable[[], Prepared]) -> Prepared:
+    """What `prepare` gives, made in another thread; what it refuses is named as the API of `answer` does."""
+    try:
+        return await asyncio.to_thread(prepare)
+    except BadRequestError as error:
+        error.field = answer.fields.get(error.field or "", error.field)
+        raise
+
+
+async def note_lost(backend: Backend, prepared: Prepared, finish: Finish) -> None:
+    """Have the log tell why tokens of the first prompt were computed that could have been found, if any were."""
+    entry, branch = journal.current.get(), finish.branch
+    if entry is not None and branch is not None and branch.again and journal.log.isEnabledFor(logging.INFO):
+        tokens = prepared.generations[0].tokens
+        entry.lost = await asyncio.to_thread(lost, backend, prepared.call, tokens, branch)
+
+
+class Rendering:
     """An answer that is being streamed; `open` generations have not ended."""
 
     def __init__(self, answer: Answer, choices: list[Choice]) -> None:
         self._answer, self._choices = answer, choices
         self.open = len(choices)
+        # How the first choice ended.
+        self.first: Finish | None = None
+        # Whether the first prompt is stored, as its first token tells.
+        self.found = False
 
     def frames(self, events: list[tuple[int, Event]]) -> Iterator[str]:
         """What `events` become; the last of all, too."""
         try:
+            yield from self._beginning(events)
             for index, delta in _deltas(self._choices, events):
                 yield from self._answer.add(index, delta)
-                self.open -= isinstance(delta, Finish)
+                if isinstance(delta, Finish):
+                    self.open -= 1
+                    self.first = delta if index == 0 else self.first
             if not self.open:
                 yield from self._answer.end()
         except Exception as error:  # noqa: BLE001  it is told, or logged and told
             self.open = 0
             yield from self._answer.fail(for_client(error))
+
+    def _beginning(self, events: list[tuple[int, Event]]) -> Iterator[str]:
+        first = next((event for index, event in events if index == 0), None)
+        if not self.found and isinstance(first, Delta | End):
+            self.found = True
+            yield from self._answer.found(first.cached_tokens)
 
 
 async def _collect(choices: list[Choice], inbox: Inbox) -> list[list[TypedDelta]]:

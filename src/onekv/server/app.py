@@ -15,15 +15,25 @@ from starlette.responses import Response
 from .. import __version__
 from ..errors import OneKVError
 from ..inbox import ClientGoneError
-from . import admin, anthropic, openai
+from . import admin, anthropic, ollama, openai, root, tokens
+from .admin.access import LOADED
+from .admin.trees import Trees
 from .backend import Backend
 from .errors import BadRequestError, NotFoundError
-from .guard import Guard, error_response
+from .guard import Guard, error_response, salts_of
+from .journal import Journal
+from .live.feed import Feed
+from .live.snapshot import Snapshots
+from .models.choose import Held
+from .models.registry import Models
 from .settings import ServerSettings
 
 
-def create_app(backend: Backend, settings: ServerSettings, routers: Sequence[APIRouter] = ()) -> FastAPI:
-    """The server for a backend that was started, with `routers` of others; it stops the backend when it ends."""
+def create_app(backend: Backend | Models, settings: ServerSettings, routers: Sequence[APIRouter] = ()) -> FastAPI:
+    """The server for a backend, or for several models, with `routers` of others; it stops them when it ends.
+
+    Until the backend has loaded its model, all but its health is answered with 503.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -32,18 +42,33 @@ def create_app(backend: Backend, settings: ServerSettings, routers: Sequence[API
         await run_in_threadpool(backend.stop, 0)
 
     origins = settings.origins
-    cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    shown = ["x-request-id", "request-id"]
+    cors = Middleware(
+        CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=shown
+    )
     app = FastAPI(
         title="OneKV",
         version=__version__,
         lifespan=lifespan,
-        middleware=[*([cors] if origins else []), Middleware(Guard, settings=settings)],
+        middleware=[
+            Middleware(Journal),
+            *([cors] if origins else []),
+            Middleware(Guard, settings=settings),
+            Middleware(Held),
+        ],
         docs_url=None,
         redoc_url=None,
     )
-    app.state.backend = backend
-    for router in (openai.router, anthropic.router, admin.router, *routers):
-        app.include_router(router)
+    # One of the two: the only model there is, or all of them.
+    several = isinstance(backend, Models)
+    app.state.models, app.state.backend = (backend, None) if several else (None, backend)
+    app.state.step_limit, app.state.show_text = settings.step_limit, settings.show_text
+    app.state.owners = {salt: number for number, salt in enumerate(salts_of(settings.keys()), 1)}
+    app.state.feed, app.state.trees = Feed(Snapshots(backend)), Trees()
+    app.include_router(admin.router)
+    app.include_router(root.router)
+    for router in (openai.router, anthropic.router, ollama.router, tokens.router, *routers):
+        app.include_router(router, dependencies=LOADED)
     app.add_exception_handler(OneKVError, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)

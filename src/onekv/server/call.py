@@ -14,7 +14,8 @@ class ChatCall:
     """`messages` are as in OpenAI's API, with plain text as content; tool calls have their arguments as an object:
 
     {"role": "assistant", "content": str | None, "tool_calls": [{"id": str, "function": {"name": str,
-    "arguments": dict}}]} and {"role": "tool", "tool_call_id": str, "content": str}. `tools` are OpenAI's:
+    "arguments": dict}}], "reasoning_content": str} and {"role": "tool", "tool_call_id": str, "content": str}.
+    Arguments that the client sends as anything but a JSON object are the text that it sent. `tools` are OpenAI's:
     {"type": "function", "function": {"name": str, "description": str, "parameters": schema}}.
     """
 
@@ -26,6 +27,13 @@ class ChatCall:
     schema: Schema | None = None
     # Whether a thinking model should think; None leaves it to the template.
     thinking: bool | None = None
+    # Values for the chat template besides; they win over `--chat-template-args`.
+    template: dict[str, Any] = field(default_factory=dict)
+    # The answer is given as it comes.
+    stream: bool = False
+    # The answer ends after its first tool call.
+    one_call: bool = False
+    # None: the server's default; AS_MANY_AS_FIT.
     max_tokens: int | None = None
     # Where there is room for less than `max_tokens`, take what there is.
     clamp: bool = False
@@ -34,3 +42,5 @@ class ChatCall:
     top_logprobs: int | None = None
     n: int = 1
     salt: str = ""
+    # What the client thinks that the answer will mostly be.
+    prediction: str = ""

@@ -20,26 +20,25 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import SettingError
+from .journal import new_id
 
 log = logging.getLogger("onekv.server")
 
 DEFAULT_CONNECTIONS = 1024
 # How long a client that was refused may take to read that, and how often that it happens is logged.
 LINGER_S, LOG_EVERY_S = 1.0, 60.0
-# What uvicorn warns of and any client can cause at any rate; the answer says it.
-_NOISE = ("Invalid HTTP request received.", "Unsupported upgrade request.", "No supported WebSocket library detected")
 
 
 def _answer(status: str, kind: str, message: str) -> bytes:
     """Sent before it is known which API is meant, in a form that the clients of both understand."""
+    known_as = new_id()
     error = {"type": kind, "message": message, "param": None, "code": None}
-    body = json.dumps({"type": "error", "error": error}).encode()
+    body = json.dumps({"type": "error", "error": error, "request_id": known_as}).encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return f"{head}Retry-After: 2\r\nConnection: close\r\n\r\n".encode() + body
-
-
-def quiet_uvicorn() -> None:
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not str(record.msg).startswith(_NOISE))
+    head += f"x-request-id: {known_as}\r\nrequest-id: {known_as}\r\nConnection: close\r\n"
+    # What is wrong with a request is wrong with it later on, too.
+    again = "" if kind == "invalid_request_error" else "Retry-After: 2\r\n"
+    return f"{head}{again}\r\n".encode() + body
 
 
 class Limits:
@@ -60,12 +59,9 @@ class Limits:
         # In one turn of the event loop; some turns pass until one of them is closed again.
         self.accepted_at_once = max(1, min(64, files // 32))
         self.timeout = timeout
-        self.too_slow = _answer("408 Request Timeout", "timeout_error", f"the request took more than {timeout:g} s")
         self._most_lingering = max(1, min(64, files // 16))
         self._lingering = self._refused = 0
         self._logged = -LOG_EVERY_S
-        message = f"{self.connections} connections are open and no more may be (--max-connections); try again later"
-        self._too_many = _answer("503 Service Unavailable", "overloaded_error", message)
 
     def refuse(self, transport: asyncio.Transport) -> None:
         self._refused += 1
@@ -73,7 +69,8 @@ class Limits:
             self._logged = time.monotonic()
             log.warning("%d connections are open; %d were refused (--max-connections)", self.connections, self._refused)
             self._refused = 0
-        transport.write(self._too_many)
+        message = f"{self.connections} connections are open and no more may be (--max-connections); try again later"
+        transport.write(_answer("503 Service Unavailable", "overloaded_error", message))
         if self._lingering >= self._most_lingering:
             transport.set_protocol(asyncio.Protocol())
             transport.close()
@@ -139,7 +136,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._give_up()
-            super().send_400_response(msg)
+            self.transport.write(_answer("400 Bad Request", "invalid_request_error", msg))
+            self.transport.close()
         else:
             # An answer has begun; there is no place for another.
             self.transport.abort()
@@ -160,7 +158,8 @@ class Connection(H11Protocol):
     def _too_slow(self) -> None:
         if self.conn.their_state is h11.IDLE or not self.cycle.response_started:
             self._give_up()
-            self.transport.write(self._limits.too_slow)
+            message = f"the request took more than {self._limits.timeout:g} s (--client-timeout)"
+            self.transport.write(_answer("408 Request Timeout", "timeout_error", message))
         self.transport.close()
 
     def _give_up(self) -> None:

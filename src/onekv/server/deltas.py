@@ -1,18 +1,20 @@
 """What the model says, as it comes: the same for all APIs, each of which only writes it in its own format.
 
-    TextDelta, ToolCallDelta ... -> Finish        per choice; the choices of one answer come mixed
+    TextDelta, ToolCallPart ... ToolCallDelta ... -> Finish       per choice; the choices of one answer come mixed
 
-A call is given whole: what its markers enclose can only be read when it has ended.
+A call is given whole when it has ended. Where its arguments can be read before that, and the answer is streamed, parts
+of them come first.
 """
 
 import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..engine import End, Logprob
+from ..engine import End, Logprob, Timings
+from ..prefix.branch import Branch
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -30,12 +32,25 @@ class TextDelta:
 
 
 @dataclass(frozen=True)
+class ToolCallPart:
+    """A piece of the arguments of a call that goes on; the `ToolCallDelta` of the same id then has all of them."""
+
+    name: str
+    text: str
+    id: str
+    first: bool
+
+
+@dataclass(frozen=True)
 class ToolCallDelta:
-    """A tool call; `arguments` is JSON text of an object."""
+    """A tool call; `arguments` is JSON text of an object, or the beginning of one if the answer was cut off in it."""
 
     name: str
     arguments: str
-    id: str = field(default_factory=_call_id, compare=False)
+    complete: bool = True
+    id: str = field(default_factory=new_call_id, compare=False)
+    # Whether its arguments have come in parts before.
+    in_parts: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,12 @@ class Finish:
     cached_tokens: int
     generated: int
     reasoning_tokens: int
+    timings: Timings
+    # Where the prompt left what was cached.
+    branch: Branch | None = None
+    # Tokens that were guessed to be next, and those of them that were.
+    proposed: int = 0
+    accepted: int = 0
 
     @staticmethod
     def of(end: End, called: bool = False, reasoning_tokens: int = 0) -> "Finish":
@@ -60,7 +81,11 @@ class Finish:
             end.cached_tokens,
             end.generated,
             reasoning_tokens,
+            end.timings,
+            end.branch,
+            end.proposed,
+            end.accepted,
         )
 
 
-TypedDelta = TextDelta | ToolCallDelta | Finish
+TypedDelta = TextDelta | ToolCallPart | ToolCallDelta | Finish

@@ -1,7 +1,6 @@
 """What went wrong, as a status and a body in each API's own format."""
 
 import logging
-import secrets
 from typing import Any
 
 from ..errors import (
@@ -13,6 +12,7 @@ from ..errors import (
     SettingError,
     TooLongError,
 )
+from .journal import new_id, request_id
 
 log = logging.getLogger("onekv.server")
 
@@ -32,7 +32,7 @@ class UnauthorizedError(OneKVError):
 
 
 class ForbiddenError(OneKVError):
-    """The key is known, but it is not the administrator's."""
+    """The key is known, but it is not the administrator's; or a web page calls that may not."""
 
     status = 403
 
@@ -49,6 +49,12 @@ class TooLargeError(OneKVError):
     status = 413
 
 
+class LoadingError(OneKVError):
+    """The model is still being loaded."""
+
+    status = 503
+
+
 class MisdirectedError(OneKVError):
     """The server was called by a name that is not its own."""
 
@@ -61,17 +67,41 @@ class FormError(RequestFailedError):
     status = 400
 
 
+class ContextLengthError(TooLongError):
+    """Prompt and answer can never fit. Agents shorten their conversation when they read the wording of the API that
+    they know, so each API gets its own.
+    """
+
+    def __init__(self, prompt: int, wanted: int | None, longest: int, hint: str) -> None:
+        """`wanted` is what the client itself gave as max_tokens; `hint` says what sets the limit."""
+        asked = f"your messages resulted in {prompt} tokens"
+        if wanted is not None:
+            counted = f"{prompt} in the messages, {wanted} in the completion"
+            asked = f"you requested {prompt + wanted} tokens ({counted})"
+        super().__init__(
+            f"This model's maximum context length is {longest} tokens. However, {asked}. "
+            f"Please reduce the length of the messages or completion. {hint}"
+        )
+        given = f" (max_tokens is {wanted})" if wanted is not None else ""
+        self.anthropic = f"prompt is too long: {prompt} tokens > {longest} maximum{given}. {hint}"
+
+
 _Refusal = (
-    BadRequestError | UnauthorizedError | ForbiddenError | NotFoundError | TooLargeError | MisdirectedError | FormError
+    BadRequestError
+    | UnauthorizedError
+    | ForbiddenError
+    | NotFoundError
+    | TooLargeError
+    | LoadingError
+    | MisdirectedError
+    | FormError
 )
 
 
 def status_of(error: OneKVError) -> int:
     if isinstance(error, _Refusal):
         return error.status
-    if isinstance(error, TooLongError):
-        return 413
-    if isinstance(error, PromptError | SettingError):
+    if isinstance(error, PromptError | SettingError | TooLongError):
         return 400
     if isinstance(error, OverloadedError):
         return 429
@@ -84,9 +114,9 @@ def for_client(error: Exception) -> OneKVError:
     """`error` as a client may see it: what was not raised on purpose stays in the log, under an id that both have."""
     if isinstance(error, OneKVError):
         return error
-    request_id = f"req_{secrets.token_hex(12)}"
-    log.error("request %s failed", request_id, exc_info=error)
-    return RequestFailedError(f"internal error; the server's log has it as {request_id}")
+    known_as = request_id() or new_id()
+    log.error("request %s failed", known_as, exc_info=error)
+    return RequestFailedError(f"internal error; the server's log has it as {known_as}")
 
 
 def headers_of(error: OneKVError) -> dict[str, str]:
@@ -94,6 +124,8 @@ def headers_of(error: OneKVError) -> dict[str, str]:
         return {"Retry-After": str(error.retry_after)}
     if isinstance(error, MemoryBudgetError) and not isinstance(error, TooLongError):
         return {"Retry-After": "10"}
+    if isinstance(error, LoadingError):
+        return {"Retry-After": "5"}
     if isinstance(error, UnauthorizedError):
         return {"WWW-Authenticate": "Bearer"}
     return {}
@@ -120,13 +152,26 @@ _ANTHROPIC_TYPES = {
 def openai_body(error: OneKVError) -> dict[str, Any]:
     status = status_of(error)
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    code = {TooLongError: "context_length_exceeded", NotFoundError: "not_found"}.get(type(error))
+    code = "not_found" if isinstance(error, NotFoundError) else None
+    if isinstance(error, TooLongError):
+        code = "context_length_exceeded"
     field = error.field if isinstance(error, BadRequestError) else None
-    return {"error": {"message": str(error), "type": kind, "param": field, "code": code}}
+    return {"error": {"message": _naming(field, str(error)), "type": kind, "param": field, "code": code}}
+
+
+def ollama_body(error: OneKVError) -> dict[str, Any]:
+    field = error.field if isinstance(error, BadRequestError) else None
+    return {"error": f"{field}: {error}" if field else str(error)}
 
 
 def anthropic_body(error: OneKVError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(status_of(error), "invalid_request_error")
     field = error.field if isinstance(error, BadRequestError) else None
-    message = f"{field}: {error}" if field else str(error)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    message = error.anthropic if isinstance(error, ContextLengthError) else _naming(field, str(error))
+    known_as = {"request_id": request_id()} if request_id() is not None else {}
+    return {"type": "error", "error": {"type": kind, "message": message}, **known_as}
+
+
+def _naming(field: str | None, message: str) -> str:
+    """`message` with the field at its front: many clients show the message and nothing else."""
+    return f"{field}: {message}" if field is not None and not message.startswith(field) else message

@@ -11,8 +11,7 @@ refuses clients that send no Host, and answers in plain text.
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -20,37 +19,48 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Message as ASGIMessage
 
 from ..errors import OneKVError
+from . import journal
+from .around import Around
 from .errors import (
     BadRequestError,
+    ForbiddenError,
     MisdirectedError,
     TooLargeError,
     UnauthorizedError,
     anthropic_body,
     for_client,
     headers_of,
+    ollama_body,
     openai_body,
     status_of,
 )
+from .page.files import PREFIX
 from .settings import ServerSettings
 from .shape import check_shape
 
-# Anyone may ask these.
-OPEN_PATHS = ("/health",)
+# Anyone may ask these, and for the files of the page.
+OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready")
 
 
-class Guard:
+def salts_of(keys: Sequence[str]) -> list[str]:
+    """What keeps the cached prefixes of each key apart from those of others."""
+    return [hashlib.sha256(key.encode()).hexdigest()[:32] for key in keys]
+
+
+class Guard(Around):
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self._app, self._settings = app, settings
+        super().__init__(app)
+        self._settings = settings
         self._max_body, self._origins = settings.body_bytes, settings.origins
         keys = settings.keys()
         self._keys = [key.encode() for key in keys]
-        self._salts = [hashlib.sha256(key).hexdigest()[:32] for key in self._keys]
+        self._salts = salts_of(keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
+        if scope["method"] == "HEAD":
+            # The same as GET; the connection, which has the scope as it was, sends no body.
+            scope = {**scope, "method": "GET"}
         try:
             self._check_host(headers)
             self._check_origin(scope, headers)
@@ -74,7 +84,7 @@ class Guard:
             await send(message)
 
         try:
-            await self._app(scope, receive, sending)
+            await self.app(scope, receive, sending)
         except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests go on
             told = error_response(scope["path"], for_client(error))
             # An answer that has begun is cut off.
@@ -94,11 +104,11 @@ class Guard:
         if origin is None or "*" in self._origins or origin in self._origins:
             return
         if origin != f"{scope['scheme']}://{headers.get('host')}":
-            raise UnauthorizedError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
+            raise ForbiddenError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
 
     def _key(self, path: str, headers: Headers) -> int:
         """Which key the request has. Raises UnauthorizedError if it has none that is known."""
-        if not self._keys or path in OPEN_PATHS:
+        if not self._keys or path in OPEN_PATHS or path.startswith(PREFIX):
             return 0
         given = headers.get("x-api-key", "").encode()
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -155,5 +165,8 @@ def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[ASGIMessage
 
 def error_response(path: str, error: OneKVError) -> JSONResponse:
     """`error` in the format of the API that `path` belongs to."""
-    body: dict[str, Any] = anthropic_body(error) if path.startswith("/v1/messages") else openai_body(error)
-    return JSONResponse(body, status_of(error), headers_of(error))
+    if (entry := journal.current.get()) is not None:
+        entry.error = type(error).__name__
+    forms = {"/v1/messages": anthropic_body, "/api/": ollama_body}
+    form = next((form for start, form in forms.items() if path.startswith(start)), openai_body)
+    return JSONResponse(form(error), status_of(error), headers_of(error))

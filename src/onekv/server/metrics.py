@@ -4,7 +4,7 @@ Requests are observed in the engine's thread, as their events come; the gauges s
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,10 +12,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..engine import Delta, End, Event, Request
+from ..engine.speculation.control import SpeculationStats
 from ..errors import OneKVError
 from ..llm import MemoryStats, PoolStats, Stats
 from ..prefix.figures import PrefixStats
 from ..tiers.base import TierStats
+from .lookups import Lookups
 
 # Seconds: from 1 ms, between two tokens on a fast device, to 5 minutes, a long answer.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -27,10 +29,13 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 class Metrics:
     """The metrics of one backend, with a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Iterable[str] = ()) -> None:
+        """`rules` of hygiene that are counted from the start."""
         self.started = time.monotonic()
         self._registry = CollectorRegistry()
         self._snapshot = _Snapshot()
+        # What requests found in the cache, for whoever asks why.
+        self.lookups = Lookups()
         self._registry.register(self._snapshot)
         registry = self._registry
         self._requests = Counter(
@@ -48,6 +53,14 @@ class Metrics:
         )
         self._cached = Counter("onekv_cached_tokens", "Those of the prompt tokens that were cached.", registry=registry)
         self._generated = Counter("onekv_generated_tokens", "Tokens that were generated.", registry=registry)
+        self._cleaned = Counter(
+            "onekv_hygiene_applied",
+            "Places in the system messages of requests that a rule of hygiene changed.",
+            ["rule"],
+            registry=registry,
+        )
+        for rule in rules:
+            self._cleaned.labels(rule)
         self._first = Histogram(
             "onekv_time_to_first_token_seconds",
             "From a request's arrival to its first token, waiting included.",
@@ -56,7 +69,7 @@ class Metrics:
         )
         self._between = Histogram(
             "onekv_time_between_tokens_seconds",
-            "From one token of a request to its next.",
+            "From one token of a request, or several that one step gave it, to the next.",
             buckets=BUCKETS,
             registry=registry,
         )
@@ -67,44 +80,96 @@ class Metrics:
             registry=registry,
         )
 
-    def observe(self, request: Request) -> Callable[[Event], None]:
+    def add(self, collector: Collector) -> None:
+        """More metrics, of a part that has its own."""
+        self._registry.register(collector)
+
+    def observe(self, request: Request) -> "Observed":
         """What is to be called with every event of `request`, in order."""
-        last: float | None = None
+        return Observed(self, request)
 
-        def on_event(event: Event) -> None:
-            nonlocal last
-            now = time.perf_counter()
-            if not isinstance(event, Delta):
-                self._ended(request, event, now)
-            elif event.tokens:
-                if last is None:
-                    self._started(request)
-                else:
-                    self._between.observe(now - last)
-                self._generated.inc(len(event.tokens))
-                last = now
-
-        return on_event
-
-    def _started(self, request: Request) -> None:
+    def request_started(self, request: Request) -> None:
         self._prompt.inc(len(request.prompt))
         self._cached.inc(request.cached_tokens)
         self._first.observe(request.first - request.created)
+        self.lookups.add(request)
 
-    def _ended(self, request: Request, event: End | OneKVError, now: float) -> None:
-        outcome = event.finish_reason if isinstance(event, End) else type(event).__name__
+    def tokens_came(self, tokens: int, seconds: float | None) -> None:
+        """A request has more tokens, `seconds` after those before, if there were any."""
+        if seconds is not None:
+            self._between.observe(seconds)
+        self._generated.inc(tokens)
+
+    def request_ended(self, outcome: str, seconds: float) -> None:
+        """A request ended `seconds` after it had arrived."""
         self._requests.labels(outcome).inc()
-        self._duration.observe(now - request.created)
+        self._duration.observe(seconds)
+
+    def cleaned(self, counts: Mapping[str, int]) -> None:
+        """Rules of hygiene were applied to a request so often."""
+        for rule, count in counts.items():
+            self._cleaned.labels(rule).inc(count)
+
+    def hygiene(self) -> dict[str, int]:
+        """How often each rule was applied so far."""
+        samples = (sample for family in self._cleaned.collect() for sample in family.samples)
+        return {sample.labels["rule"]: int(sample.value) for sample in samples}
 
     def refused(self, error: OneKVError) -> None:
         """A request was not even submitted."""
         self._requests.labels(type(error).__name__).inc()
+
+    def collect(self, stats: Stats | None) -> list[Metric]:
+        """All metrics; without `stats`, no gauges."""
+        self._snapshot.stats = stats
+        return list(self._registry.collect())
 
     def render(self, stats: Stats | None) -> bytes:
         """All metrics in Prometheus' text format; without `stats`, the gauges are those of the last time."""
         if stats is not None:
             self._snapshot.stats = stats
         return generate_latest(self._registry)
+
+
+class Observed:
+    """One request, as its events tell it. The engine's thread changes it, and tells the metrics; any may read it."""
+
+    def __init__(self, metrics: Metrics, request: Request) -> None:
+        self._metrics, self._request = metrics, request
+        self.prompt_tokens, self.created = len(request.prompt), request.created
+        self.cached_tokens = self.generated = 0
+        # Those of the generated tokens that came first, at once.
+        self.began_with = 0
+        # Tokens that were guessed to be next, and those of them that were.
+        self.proposed = self.accepted = 0
+        # When its first and its last token came, by `time.perf_counter`; None before there was one.
+        self.first: float | None = None
+        self.last = self.created
+        # How it ended: as in `End`, or the kind of its error.
+        self.outcome: str | None = None
+        # At which token its prompt left a cached conversation, if it did, and why no more of it was cached.
+        self.leaves: int | None = None
+        self.missed: str | None = None
+
+    def __call__(self, event: Event) -> None:
+        now = time.perf_counter()
+        if not isinstance(event, Delta):
+            self.cached_tokens = self._request.cached_tokens
+            self.leaves = event.branch.position if isinstance(event, End) and event.branch is not None else None
+            self.proposed, self.accepted = self._request.proposed, self._request.accepted
+            self.missed = self._request.missed
+            self.outcome = event.finish_reason if isinstance(event, End) else type(event).__name__
+            self._metrics.request_ended(self.outcome, now - self.created)
+        elif event.tokens:
+            if self.first is None:
+                self.first, self.cached_tokens = self._request.first, self._request.cached_tokens
+                self.began_with = len(event.tokens)
+                self._metrics.request_started(self._request)
+                self._metrics.tokens_came(len(event.tokens), None)
+            else:
+                self._metrics.tokens_came(len(event.tokens), now - self.last)
+            self.generated += len(event.tokens)
+            self.last = now
 
 
 class _Snapshot(Collector):
@@ -126,6 +191,8 @@ class _Snapshot(Collector):
         yield from _memory(self.stats.memory)
         if self.stats.prefix is not None:
             yield from _prefix(self.stats.prefix)
+        if self.stats.speculation is not None:
+            yield from _speculation(self.stats.speculation)
         yield from _tiers(self.stats.tiers)
 
 
@@ -153,6 +220,7 @@ def _memory(memory: MemoryStats) -> Iterator[Metric]:
         ("onekv_mlx_active_bytes", "Memory in use, as MLX counts it.", memory.active),
         ("onekv_mlx_peak_bytes", "The most memory that was in use, as MLX counts it.", memory.peak),
         ("onekv_mlx_buffer_cache_bytes", "Freed buffers that MLX keeps to use again.", memory.buffer_cache),
+        ("onekv_process_bytes", "Physical memory of the process, as the system counts it.", memory.footprint),
     ]
     for name, text, value in figures:
         yield GaugeMetricFamily(name, text, value=value)
@@ -179,6 +247,16 @@ def _prefix(prefix: PrefixStats) -> Iterator[Metric]:
     yield misses
 
 
+def _speculation(speculation: SpeculationStats) -> Iterator[Metric]:
+    figures = [
+        ("proposed_tokens", "Tokens that were guessed to be next.", speculation.proposed),
+        ("accepted_tokens", "Those of the proposed tokens that were next.", speculation.accepted),
+        ("steps", "Decode steps that verified proposed tokens.", speculation.steps),
+    ]
+    for name, text, value in figures:
+        yield CounterMetricFamily(f"onekv_speculation_{name}", text, value=value)
+
+
 def _tiers(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
     """Per tier; nothing where there is none."""
     gauges = {
@@ -186,6 +264,9 @@ def _tiers(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
         "bytes": "Bytes a tier takes.",
         "limit": "Bytes a tier may take.",
         "queued_bytes": "Bytes that wait to be written to a tier.",
+        "up": "Whether a tier is in use: 0 while it is paused, or has failed.",
+        "latency": "Seconds until a tier on another machine answers, as measured so far.",
+        "bandwidth": "Bytes in a second from a tier on another machine, as measured so far.",
     }
     counters = {
         "hits": "Blocks that came back from a tier into the pool.",
@@ -196,6 +277,10 @@ def _tiers(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
         "evicted": "Blocks a tier dropped to hold its limit.",
         "discarded": "Blocks that were to go to a tier and were dropped: queue full, budget spent or disk refused.",
         "corrupt": "Blocks in a tier that were damaged or missing, and were computed again.",
+        "forged": "Those of them that were signed with another secret, or not at all.",
+        "pauses": "How often a tier on another machine was paused.",
+        "late": "Look-ups and transfers that were given up because they took too long.",
+        "not_worth": "Hits that were not used because computing is faster.",
     }
     for name, text in gauges.items() if tiers else ():
         family = GaugeMetricFamily(f"onekv_tier_{name}", text, labels=["tier"])

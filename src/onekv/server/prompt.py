@@ -6,20 +6,25 @@ described in the system message; calls and results then are text.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
-
+from ..ask import TEMPLATE_ERRORS
+from . import xml_parts
 from .backend import Backend
 from .call import ChatCall, ChatMessage
+from .call_parts import CallParts
 from .errors import BadRequestError
+from .messages import continues, fitted
+from .replay import replay
 from .segments import Markers
+from .turns import Said
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _JSON_PARSER = "mlx_lm.tool_parsers.json_tools"
-# What the Python and Jinja code of a template raises on messages it was not made for.
-_TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
 _TOOLS = """\
 You may call one or more functions to help with the request. The functions you may call are described by these JSON \
 signatures inside <tools></tools>:
@@ -36,35 +41,71 @@ For each call write a JSON object with the function's name and its arguments ins
 @dataclass(frozen=True)
 class Rendered:
     tokens: list[int]
-    # The template has already opened the reasoning.
-    thinking: bool
+    # Tokens at the end with which the template has already opened the reasoning; 0 if it has not.
+    opening: int
+    # What was rendered, and how often each rule of hygiene was applied to get there.
+    messages: list[ChatMessage]
+    cleaned: dict[str, int]
+
+    @property
+    def thinking(self) -> bool:
+        return self.opening > 0
 
 
 def render(backend: Backend, call: ChatCall) -> Rendered:
     """The prompt of `call`. Raises BadRequestError if the model's template does not take its messages."""
-    tokenizer = backend.tokenizer
-    if not tokenizer.has_chat_template:
+    call, cleaned = backend.hygiene.clean(call)
+    if not backend.tokenizer.has_chat_template:
         raise BadRequestError(f"{backend.name} has no chat template; use /v1/completions with a plain prompt")
     if not call.messages:
         raise BadRequestError("there are no messages; give at least one", "messages")
-    options: dict[str, Any] = {} if call.thinking is None else {"enable_thinking": call.thinking}
+    tokenizer = backend.tokenizer
+    markers = markers_of(tokenizer, call)
+    known = backend.turns.known(call.salt, call.messages)
+
+    def read(text: str) -> Said:
+        return Said.of_deltas(markers.split(text))
+
+    with _refusing(backend):
+        text, tokens = replay(tokenizer, partial(_write, backend, call), read, call.messages, known)
+    opened = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
+    opening = len(tokens) - tokenizer.rfind_think_start(tokens) if opened else 0
+    return Rendered(tokens, opening, call.messages, cleaned)
+
+
+def written(backend: Backend, call: ChatCall) -> str:
+    """The text of that prompt, as the template has it. Raises BadRequestError, too."""
+    call, _ = backend.hygiene.clean(call)
+    with _refusing(backend):
+        return _write(backend, call, call.messages)
+
+
+@contextmanager
+def _refusing(backend: Backend) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise BadRequestError("the text has half a character (a lone surrogate)", "messages") from None
+    except TEMPLATE_ERRORS as error:
+        message = f"the chat template of {backend.name} does not take these messages: {error}"
+        raise BadRequestError(message, "messages") from error
+
+
+def _write(backend: Backend, call: ChatCall, messages: list[ChatMessage]) -> str:
+    """The text of `messages`, as the template has it for `call`."""
+    tokenizer = backend.tokenizer
+    thinking = {} if call.thinking is None else {"enable_thinking": call.thinking}
+    options: dict[str, Any] = {**backend.template_args, **call.template, **thinking}
+    options |= {"continue_final_message": True} if continues(call) else {"add_generation_prompt": True}
     if knows_tools(tokenizer):
-        messages = [_filled(message) for message in call.messages]
+        messages = [_filled(message) for message in messages]
         if uses_tools(call):
             options["tools"] = call.tools
     else:
-        messages = _as_text(call.messages, call.tools if uses_tools(call) else [])
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-        text.encode()
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-    except UnicodeEncodeError:
-        raise BadRequestError("the text has half a character (a lone surrogate)", "messages") from None
-    except _TEMPLATE_ERRORS as error:
-        message = f"the chat template of {backend.name} does not take these messages: {error}"
-        raise BadRequestError(message, "messages") from error
-    opened = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
-    return Rendered([int(token) for token in tokens], opened)
+        messages = _as_text(messages, call.tools if uses_tools(call) else [])
+    text: str = tokenizer.apply_chat_template(fitted(tokenizer, messages), tokenize=False, **options)
+    text.encode()
+    return text
 
 
 def uses_tools(call: ChatCall) -> bool:
@@ -87,13 +128,19 @@ def markers_of(tokenizer: Any, call: ChatCall) -> Markers:
     if not uses_tools(call):
         return markers
     if not knows_tools(tokenizer):
-        return replace(markers, call_start=CALL_START, call_end=CALL_END, parse=_load)
-    return replace(
-        markers,
-        call_start=tokenizer.tool_call_start,
-        call_end=tokenizer.tool_call_end,
-        parse=lambda text: tokenizer.tool_parser(text, call.tools),
-    )
+        parts = CallParts if call.stream else None
+        return replace(markers, call_start=CALL_START, call_end=CALL_END, parse=_load, parts=parts)
+
+    def parse(text: str) -> Any:
+        return tokenizer.tool_parser(text, call.tools)
+
+    start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
+    markers = replace(markers, call_start=start, call_end=end, parse=parse)
+    if call.stream and calls_as_json(tokenizer):
+        return replace(markers, parts=CallParts)
+    if call.stream and tokenizer.tool_parser.__module__ == xml_parts.PARSER:
+        return replace(markers, parts=lambda: xml_parts.XmlParts(parse, call.tools))
+    return markers
 
 
 def _load(text: str) -> Any:
@@ -119,7 +166,9 @@ def _as_text(messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[C
                 plain.append({"role": "user", "content": content})
         else:
             calls = [_call_text(call) for call in message.get("tool_calls") or []]
-            plain.append({"role": message["role"], "content": "\n".join([*([content] if content else []), *calls])})
+            text = "\n".join([*([content] if content else []), *calls])
+            thought = {key: value for key, value in message.items() if key == "reasoning_content"}
+            plain.append({"role": message["role"], "content": text, **thought})
         after_tool = message["role"] == "tool"
     return _with_tools(plain, tools) if tools else plain
 

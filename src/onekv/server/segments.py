@@ -6,22 +6,49 @@
 However the text is cut, what comes out is the same, joined. A marker that may just be beginning is held back until it
 is known; white space next to a marker belongs to it. The text of a call that cannot be read is content. Tokens go with
 the first text that comes after them.
+
+Of a call in JSON, or in Qwen3-Coder's form, the arguments are given as they come, if that is wanted (`Markers.parts`).
+What was sent as arguments cannot become content afterwards: if they prove broken, they are sent as they are. Any other
+call is given whole. A call in which the answer was cut off by its limit is no content: it is given as far as it came if
+its name and the beginning of its arguments can be read, as OpenAI does it, else left out.
 """
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..engine import Logprob
 from ..engine.output import overlap
-from .deltas import TextDelta, ToolCallDelta
+from .call_parts import BEGUN_CALL
+from .deltas import TextDelta, ToolCallDelta, ToolCallPart
 
 # What a parser may raise on text it was not made for.
-_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, AttributeError, SyntaxError, RecursionError)
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+    OverflowError,
+)
+
+_DECODER = json.JSONDecoder()
 
 Parser = Callable[[str], Any]
-Found = TextDelta | ToolCallDelta
+Found = TextDelta | ToolCallPart | ToolCallDelta
+
+
+class Parts(Protocol):
+    """One call, whose text it is given as far as it has come, again and again (call_parts.py, xml_parts.py)."""
+
+    def feed(self, text: str, found: list[Found]) -> bool:
+        """Add what is new of the arguments to `found`; whether they have begun."""
+
+    def end(self, text: str, found: list[Found]) -> ToolCallDelta:
+        """The whole call; what is left of its arguments is added to `found`."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +61,13 @@ class Markers:
     call_end: str | None = None
     # From the text of a call to {"name", "arguments"}, or a list of such.
     parse: Parser = json.loads
+    # Makes what reads the arguments of a call as they come, if they are to be given so.
+    parts: Callable[[], Parts] | None = None
+
+    def split(self, text: str) -> "list[Found]":
+        """A whole turn."""
+        splitter = Splitter(self)
+        return [*splitter.feed(text), *splitter.finish()]
 
 
 class Splitter:
@@ -46,6 +80,8 @@ class Splitter:
         self._at_marker = thinking
         # What has to be given back if the call cannot be read: its marker and the space before.
         self._opening = ""
+        # The call that goes on, if its arguments are given as they come.
+        self._parts: Parts | None = None
         # Those whose text has not come yet.
         self._tokens: list[int] = []
         self._logprobs: list[Logprob] = []
@@ -60,17 +96,27 @@ class Splitter:
             pass
         return found
 
-    def finish(self) -> list[Found]:
-        """What was held back; nothing comes after it."""
+    def finish(self, cut_off: bool = False) -> list[Found]:
+        """What was held back; nothing comes after it. `cut_off`: the answer would have gone on."""
         rest, self._held = self._held, ""
         found: list[Found] = []
+        if cut_off:
+            rest = self._without_marker(rest)
         if self._mode != "call":
             found += self._text(rest)
-        elif self._marks.call_end != "" or not self._add_calls(rest, found):
-            found.append(self._delta("content", self._opening + rest))
+        elif not (self._end_parts(rest, found) or self._add_calls(rest, found)):
+            found += _begun_call(rest) if cut_off else [self._delta("content", self._opening + rest)]
         if self._logprobs:
             found.append(self._delta("content", ""))
         return found
+
+    def _without_marker(self, text: str) -> str:
+        """`text` without a marker of a call in the midst of which it was cut off."""
+        called = self._mode == "call"
+        marker = (self._marks.call_end if called else self._marks.call_start) or ""
+        begun = overlap(text, marker)
+        # Outside of a call, less of it is more likely to be text.
+        return text[:-begun].rstrip() if begun > (0 if called else len(marker) // 2) else text
 
     def _step(self, found: list[Found]) -> bool:
         """Move over one marker; False when the held text has none that is whole."""
@@ -82,6 +128,8 @@ class Splitter:
                 end = len(self._held) - keep
                 found += self._text(self._held[:end])
                 self._held = self._held[end:]
+            elif self._parts is not None:
+                self._parts.feed(self._held[: len(self._held) - overlap(self._held, self._marks.call_end or "")], found)
             return False
         before, self._held = self._held[:at], self._held[at + len(marker) :]
         if self._mode == "call":
@@ -91,6 +139,7 @@ class Splitter:
         found += self._text(text)
         if marker == self._marks.call_start:
             self._mode, self._opening = "call", before[len(text) :] + marker
+            self._parts = self._marks.parts() if self._marks.parts is not None else None
         else:
             self._mode = "reasoning" if marker == self._marks.think_start else "content"
         self._at_marker = True
@@ -118,17 +167,25 @@ class Splitter:
         return delta
 
     def _end_call(self, body: str, found: list[Found]) -> None:
-        called = self._add_calls(body, found)
+        called = self._end_parts(body, found) or self._add_calls(body, found)
         if not called:
             found.append(self._delta("content", self._opening + body + (self._marks.call_end or "")))
         self._mode, self._at_marker = "content", called
+
+    def _end_parts(self, body: str, found: list[Found]) -> bool:
+        """Whether the call of `body` is one whose arguments were given as they came."""
+        if self._parts is None or not self._parts.feed(body, found):
+            return False
+        found.append(self._parts.end(body, found))
+        self._tokens, self._logprobs = [], []
+        return True
 
     def _add_calls(self, body: str, found: list[Found]) -> bool:
         """Whether `body` could be read."""
         try:
             parsed = self._marks.parse(body)
             calls = [_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
-        except _UNREADABLE:
+        except UNREADABLE:
             return False
         if calls:
             found += calls
@@ -146,6 +203,23 @@ def _call(parsed: dict[str, Any]) -> ToolCallDelta:
     # Half a character cannot be sent.
     (name + text).encode()
     return ToolCallDelta(name, text)
+
+
+def _begun_call(body: str) -> list[Found]:
+    begun = BEGUN_CALL.fullmatch(body)
+    if begun is None:
+        return []
+    try:
+        name = json.loads(begun[1])
+        name.encode()
+    except ValueError:
+        return []
+    try:
+        # All but the end of the call may be there.
+        arguments, _ = _DECODER.raw_decode(begun[2])
+        return [_call({"name": name, "arguments": arguments})]
+    except UNREADABLE:
+        return [ToolCallDelta(name, begun[2], complete=False)]
 
 
 def _undecided(text: str, markers: list[str]) -> int:

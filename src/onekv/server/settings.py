@@ -4,12 +4,21 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..config import SettingsBase, one_of, setting, size, switch, text, whole
 from ..errors import SettingError
 from ..units import parse_size
+from .logs import LOG_FORMATS
 
 LOG_LEVELS = ("error", "warning", "info", "debug")
+
+
+def secret(value: Any, where: str) -> str:
+    """Text that no message repeats."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise SettingError(f"{where} must be text")
+    return str(value)
 
 
 @dataclass(frozen=True)
@@ -21,50 +30,124 @@ class ServerSettings(SettingsBase):
         text,
         "address to listen on",
         metavar="ADDRESS",
-        otherwise="127.0.0.1, this machine alone",
+        otherwise="127.0.0.1, this machine only",
     )
-    port: int = setting(8000, whole(0, 65535), "port to listen on, 0 for any free one", metavar="PORT")
+    port: int = setting(8000, whole(0, 65535), "port to listen on; 0 picks a free one", metavar="PORT")
     api_keys: str | None = setting(
         None,
         text,
-        "file with one API key per line; ONEKV_API_KEYS may also hold the keys, separated by commas",
+        "file with one API key per line; ONEKV_API_KEYS may also hold the keys themselves, separated by commas",
         metavar="FILE",
     )
-    insecure: bool = switch(False, "listen on an address that others reach although there is no key")
+    api_key: str | None = setting(
+        None,
+        secret,
+        "a single API key; other users of the machine can see the flag, so prefer ONEKV_API_KEY or --api-keys",
+        metavar="KEY",
+    )
+    insecure: bool = switch(False, "allow listening on a public address without an API key")
     cors_origin: str | None = setting(
-        None, text, "web pages that may call the server, separated by commas, or *", metavar="ORIGINS"
+        None, text, "origins of web pages that may call the server, separated by commas, or *", metavar="ORIGINS"
     )
     allowed_hosts: str | None = setting(
         None,
         text,
-        "names by which clients may call the server, separated by commas, or *",
+        "host names under which clients may reach the server, separated by commas, or *",
         metavar="NAMES",
-        otherwise="localhost and --host; any where there are API keys",
+        otherwise="localhost and --host; any if there are API keys",
     )
-    max_waiting: int = setting(256, whole(0), "requests that may wait for their turn", unit="requests")
-    max_wait: int = setting(600, whole(1), "how long a request may wait for its turn", unit="seconds")
+    max_waiting: int = setting(256, whole(0), "maximum number of queued requests", unit="requests")
+    max_wait: int = setting(600, whole(1), "how long a request may stay queued", unit="seconds")
     default_max_tokens: int = setting(
-        4096, whole(1), "tokens of an answer at most where the request does not say", unit="tokens"
+        4096, whole(1), "maximum tokens of an answer if the request sets none", unit="tokens"
+    )
+    turn_memory: str | int = setting(
+        "16MiB",
+        size(shares=False, zero=True),
+        "memory for the token ids of generated turns, reused when a client sends a turn back; 0 disables it",
+        metavar="SIZE",
     )
     max_connections: int | None = setting(
         None,
         whole(1),
-        "connections that may be open",
+        "maximum number of open connections",
         unit="connections",
-        otherwise="the smaller of 1024 and half of the files that the process may open",
+        otherwise="the smaller of 1024 and half of the process's open file limit",
     )
     client_timeout: int = setting(
-        60, whole(1), "how long a client may take to send a request or to go on reading its answer", unit="seconds"
+        60, whole(1), "how long a client may stall while sending a request or reading its answer", unit="seconds"
     )
-    max_body: str | int = setting("32MiB", size(shares=False), "largest request body", metavar="SIZE")
-    grace: int = setting(10, whole(0), "how long running requests may go on at shutdown", unit="seconds")
+    max_body: str | int = setting("32MiB", size(shares=False), "maximum size of a request body", metavar="SIZE")
+    grace: int = setting(10, whole(0), "how long running requests may continue at shutdown", unit="seconds")
+    hygiene: str = setting(
+        "billing",
+        text,
+        "rules for text in system messages that changes with every conversation: billing drops clients' billing lines, "
+        "clocks strips the time of day from dates, NAME is a rule from the TOML file; separated by commas, or none",
+        metavar="RULES",
+    )
+    log_words: bool = switch(
+        True, "quote in the log the few words at which a prompt diverges from the cache, if that cost tokens"
+    )
+    show_text: bool = switch(
+        False,
+        "show the text of all prompts to the administrator on the page; otherwise every API key sees only its own",
+    )
+    step_limit: int = setting(
+        300,
+        whole(1),
+        "how long a step of the engine may take before /health returns 503 and all stacks are logged; must exceed the "
+        "longest prefill chunk",
+        unit="seconds",
+    )
+    exit_when_stuck: bool = switch(
+        False,
+        "exit with status 70 when a step exceeds --step-limit or the engine cannot continue, so that a supervisor can "
+        "restart the server",
+    )
+    kv_events: str | None = setting(
+        None,
+        text,
+        "endpoint that publishes which blocks of tokens are cached, for routers: tcp://127.0.0.1:5557, tcp://*:5557, "
+        "ipc:///PATH; in vLLM's format, over ZeroMQ, with token ids and without keys (docs/events.md)",
+        metavar="ENDPOINT",
+    )
+    kv_events_topic: str = setting(
+        "kv@{host}:{port}@{model}",
+        text,
+        "topic of these events; {host}, {port} and {model} are substituted",
+        metavar="TOPIC",
+    )
+    kv_events_replay: str | None = setting(
+        None, text, "endpoint where subscribers can request missed events: tcp://127.0.0.1:5558", metavar="ENDPOINT"
+    )
+    kv_events_buffer: int = setting(
+        10_000,
+        whole(0),
+        "events kept for replay; a subscriber that missed more gets the full cache contents instead",
+        unit="events",
+    )
+    kv_events_tokens: bool = switch(True, "send the token ids of stored blocks; needed by routers that hash them")
     log_level: str = setting(
-        "info", one_of(*LOG_LEVELS), f"{', '.join(LOG_LEVELS)} (which names paths)", metavar="LEVEL"
+        "info",
+        one_of(*LOG_LEVELS),
+        f"{', '.join(LOG_LEVELS)}; info logs each request, debug also probes",
+        metavar="LEVEL",
+    )
+    log_format: str = setting(
+        "text",
+        one_of(*LOG_FORMATS),
+        f"{' or '.join(LOG_FORMATS)}; json: every line of the log is an object, a request's with its figures by name",
+        metavar="FORMAT",
     )
 
     @property
     def body_bytes(self) -> int:
         return parse_size(self.max_body, name="--max-body")
+
+    @property
+    def turn_bytes(self) -> int:
+        return parse_size(self.turn_memory, name="--turn-memory", zero=True)
 
     @property
     def local(self) -> bool:
@@ -93,20 +176,21 @@ class ServerSettings(SettingsBase):
     def keys(self) -> list[str]:
         """The API keys; raises SettingError if there are none and the address is public."""
         text = os.environ.get("ONEKV_API_KEYS", "")
-        found = [] if _is_file(text) else [key.strip() for key in text.split(",")]
+        found = [self.api_key.strip()] if self.api_key is not None else []
+        found += [] if _is_file(text) else [key.strip() for key in text.split(",")]
         if self.api_keys is not None and _is_file(self.api_keys):
             found += _read_keys(Path(self.api_keys).expanduser())
         elif self.api_keys is not None and self.api_keys != text:
             # Not named: it may be a key, given in the wrong place.
-            raise SettingError("--api-keys must name a file with one key per line, but there is no such file")
+            raise SettingError("--api-keys must be a file with one key per line, but there is no such file")
         keys = list(dict.fromkeys(key for key in found if key))
         short = [key for key in keys if len(key) < 8 or not key.isascii()]
         if short:
-            raise SettingError("an API key must have at least 8 characters, all of them ASCII; one has not")
+            raise SettingError("API keys must be ASCII and have at least 8 characters; at least one does not")
         if not keys and not self.local and not self.insecure:
             raise SettingError(
-                f"--host is {self.host}, which others can reach, and there is no API key; give --api-keys FILE "
-                "or ONEKV_API_KEYS, listen on 127.0.0.1, or say --insecure on"
+                f"--host is {self.host}, which others can reach, but there is no API key; set --api-keys FILE, "
+                "ONEKV_API_KEYS or ONEKV_API_KEY, listen on 127.0.0.1, or set --insecure on"
             )
         return keys
 
@@ -124,7 +208,7 @@ def _read_keys(file: Path) -> list[str]:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SettingError(f"--api-keys is {str(file)!r}, which cannot be read: {reason}") from None
+        raise SettingError(f"cannot read the file {str(file)!r} given as --api-keys: {reason}") from None
     return [line.strip() for line in lines if not line.lstrip().startswith("#")]
 
 

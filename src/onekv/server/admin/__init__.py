@@ -1,9 +1,11 @@
-"""For those who run the server: /health, /metrics, /admin/cache, /admin/cache/probe, /admin/integrity."""
+"""For operators: /health, /metrics, and /admin: the cache and its contents, probe, integrity, models, live."""
 
 from fastapi import APIRouter
 
-from . import cache, health, integrity, metrics, probe
+from . import cache, contents, health, integrity, live, metrics, models, probe
+from .access import LOADED
 
 router = APIRouter()
-for endpoint in (health, metrics, cache, probe, integrity):
-    router.include_router(endpoint.router)
+router.include_router(health.router)
+for endpoint in (metrics, cache, contents, probe, integrity, models, live):
+    router.include_router(endpoint.router, dependencies=LOADED)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from ...llm import LLM, PoolStats
 from ..backend import Backend
 from ..metrics import pool_owners
+from ..models.registry import Models
 from .access import ADMINISTRATOR
 
 router = APIRouter()
@@ -16,13 +17,21 @@ router = APIRouter()
 @router.get("/admin/cache", dependencies=ADMINISTRATOR)
 async def cache(request: Request) -> dict[str, Any]:
     """What memory holds now, in bytes by owner, and what the prefix cache did so far."""
-    backend: Backend = request.app.state.backend
+    models: Models | None = request.app.state.models
+    if models is None:
+        return await _held(request.app.state.backend)
+    loaded = models.backends()
+    return {"models": {name: await _held(backend) for name, backend in loaded.items()}}
+
+
+async def _held(backend: Backend) -> dict[str, Any]:
     stats = await backend.call(LLM.stats)
     return {
         "pools": [_pool(pool) for pool in stats.pools],
         "prefix": asdict(stats.prefix) if stats.prefix is not None else None,
         "tiers": [asdict(tier) for tier in stats.tiers],
         "memory": asdict(stats.memory),
+        "hygiene": backend.metrics.hygiene(),
         "requests": {"waiting": stats.waiting, "running": stats.running},
     }
 
@@ -35,6 +44,7 @@ def _pool(pool: PoolStats) -> dict[str, Any]:
 @router.delete("/admin/cache", dependencies=ADMINISTRATOR)
 async def clear(request: Request) -> dict[str, int]:
     """Forget what no running request uses and nobody has pinned, of all keys; answers how much that freed."""
-    backend: Backend = request.app.state.backend
-    freed = await backend.call(LLM.clear_cache)
-    return {"freed_blocks": freed.blocks, "freed_bytes": freed.bytes}
+    models: Models | None = request.app.state.models
+    backends = [request.app.state.backend] if models is None else list(models.backends().values())
+    freed = [await backend.call(LLM.clear_cache) for backend in backends]
+    return {"freed_blocks": sum(each.blocks for each in freed), "freed_bytes": sum(each.bytes for each in freed)}

@@ -1,43 +1,50 @@
-"""From a body of the Messages API to the common `ChatCall`."""
+"""From a body of the Messages API to the common `ChatCall`.
+
+Thinking is off unless it is asked for, as in Anthropic's API: a client that did not ask has max_tokens for the answer
+alone, and reads the first block as text. `enabled` and `disabled` are passed to the template, which may have a switch;
+`adaptive` leaves it to the template. A model that thinks although it should not does so unseen (`messages.py`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from ...engine import Sampling
+from fastapi import Request
+
 from ..backend import Backend
 from ..call import ChatCall
-from ..errors import BadRequestError
+from ..models.choose import choose
+from ..sampling_defaults import SamplingDefaults
+from ..tools import OtherTool, check_choice, leave_out
 from .schema import (
     AnyChoice,
     CountBody,
     MessagesBody,
     NamedChoice,
     NoChoice,
+    RedactedBlock,
+    ServerToolBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ThinkingBlock | RedactedBlock | ServerToolBlock | ToolUseBlock | ToolResultBlock
 
 
-def check_model(backend: Backend, body: CountBody) -> None:
-    """Agents ask for the models they know; whatever Claude they ask for, the one model there is answers."""
-    if not body.model.startswith("claude"):
-        backend.check_model(body.model)
+async def chosen(request: Request, body: CountBody, stream: bool | None = False) -> Backend:
+    """Agents ask for the models they know; whatever Claude they ask for, the first model there is answers, unless
+    another one has that name.
+    """
+    return await choose(request, body.model, lenient=body.model.startswith("claude"), stream=stream)
 
 
 def prompt_call(body: CountBody, salt: str) -> ChatCall:
     """The call as far as the prompt goes. Raises BadRequestError for what the schema cannot tell."""
-    if body.messages[-1].role == "assistant":
-        raise BadRequestError(
-            "the last message is the assistant's; continuing it is not supported, end with a user message",
-            f"messages.{len(body.messages) - 1}",
-        )
-    thinking = body.thinking.type if body.thinking is not None else None
+    thinking = body.thinking.type if body.thinking is not None else "disabled"
+    choice = body.tool_choice
     output = body.output_config.format if body.output_config is not None else None
     return ChatCall(
         messages=_messages(body),
@@ -46,39 +53,40 @@ def prompt_call(body: CountBody, salt: str) -> ChatCall:
                 "type": "function",
                 "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
             }
-            for tool in body.tools
+            for tool in body.own_tools
         ],
         tool_choice=_tool_choice(body),
         schema=output.schema_ if output is not None else None,
         thinking=thinking == "enabled" if thinking in ("enabled", "disabled") else None,
+        template=body.template(),
+        one_call=choice is not None and not isinstance(choice, NoChoice) and choice.disable_parallel_tool_use,
         salt=salt,
     )
 
 
-def full_call(body: MessagesBody, salt: str) -> ChatCall:
+def full_call(body: MessagesBody, salt: str, defaults: SamplingDefaults) -> ChatCall:
     return replace(
         prompt_call(body, salt),
+        stream=body.stream,
         max_tokens=body.max_tokens,
         # It must be given, so agents give the most that the model they know can do.
         clamp=True,
-        sampling=Sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
+        sampling=defaults.sampling(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k),
         stops=tuple(body.stop_sequences),
     )
 
 
 def _tool_choice(body: CountBody) -> str:
+    left_out = [tool for tool in body.tools if isinstance(tool, OtherTool)]
+    leave_out(left_out)
     choice = body.tool_choice
     if isinstance(choice, NoChoice):
         return "none"
     if not isinstance(choice, AnyChoice | NamedChoice):
         return "auto"
-    if not body.tools:
-        raise BadRequestError("a tool must be used, but there are no tools", "tool_choice")
-    if isinstance(choice, AnyChoice):
-        return "required"
-    if choice.name not in [tool.name for tool in body.tools]:
-        raise BadRequestError(f"there is no tool {choice.name!r} in tools", "tool_choice.name")
-    return choice.name
+    wanted = "required" if isinstance(choice, AnyChoice) else choice.name
+    check_choice(wanted, [tool.name for tool in body.own_tools], left_out)
+    return wanted
 
 
 def _messages(body: CountBody) -> list[dict[str, Any]]:
@@ -124,6 +132,10 @@ def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
         if isinstance(block, ToolUseBlock)
     ]
     text = _text(blocks, between="")
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {"role": "assistant", "content": text or None, "tool_calls": calls}
+    reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,20 +1,24 @@
-"""POST /v1/completions: text goes on where a prompt ends."""
+"""POST /v1/completions: text goes on where a prompt ends, or between it and a suffix, where the model can."""
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ...engine import Delta, End
+from ...engine import Delta, End, Logprob
 from ...errors import OneKVError
 from ..answer import Answer, AnswerResponse, Prepared, frame
-from ..backend import Backend, Generation
+from ..backend import Backend, Generation, Progress
 from ..deltas import Finish, TextDelta, TypedDelta
 from ..errors import BadRequestError, openai_body
-from .common import DONE, TokenTexts, fingerprint, finite, new_id, usage
+from ..infill import around
+from ..models.choose import choose
+from .common import DONE, Storing, TokenTexts, fingerprint, finite, new_id, prompt_progress, usage
 from .schema import MAX_GENERATIONS, CompletionBody
 
 router = APIRouter()
@@ -23,8 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request) -> Response:
-    backend: Backend = request.app.state.backend
-    backend.check_model(body.model)
+    backend = await choose(request, body.model, stream=body.stream)
     asked = partial(_prepare, body, backend, request.state.salt)
     return AnswerResponse(request, CompletionAnswer(backend, body), asked, body.stream)
 
@@ -35,34 +38,59 @@ def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
     if n * len(body.prompt) > MAX_GENERATIONS:
         asked = f"{len(body.prompt)} prompts with n = {n}"
         raise BadRequestError(f"{asked} are more than {MAX_GENERATIONS} generations", "n")
-    sampling = body.sampling(backend.llm.vocabulary)
-    generations = [
-        Generation(
-            tokens,
-            body.max_tokens or DEFAULT_MAX_TOKENS,
-            sampling.of_answer(index),
-            body.stops,
-            body.logprobs,
-            salt=salt,
-        )
-        for tokens in map(backend.encode, body.prompt)
-        for index in range(n)
-    ]
-    return Prepared(generations, [_PlainChoice() for _ in generations])
+    sampling = body.sampling(backend)
+    wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    generations, choices = [], []
+    for prompt in body.prompt:
+        tokens = around(backend, prompt, body.suffix) if body.suffix else backend.encode(prompt)
+        echo = _Echo(prompt if isinstance(prompt, str) else backend.tokenizer.decode(tokens), tokens)
+        for index in range(n):
+            generations.append(
+                Generation(
+                    tokens,
+                    wanted or 1,
+                    sampling.of_answer(index),
+                    body.stops,
+                    body.logprobs,
+                    salt=salt,
+                    scored=bool(body.echo) and body.logprobs is not None,
+                )
+            )
+            choices.append(_PlainChoice(echo if body.echo else None, silent=wanted == 0))
+    return Prepared(generations, [*choices])
+
+
+@dataclass(frozen=True)
+class _Echo:
+    """A prompt that comes before its answer."""
+
+    text: str
+    tokens: list[int]
+
+    def delta(self, logprobs: list[Logprob]) -> TextDelta:
+        return TextDelta("content", self.text, self.tokens, [Logprob(math.nan, []), *logprobs])
 
 
 class _PlainChoice:
-    """All text is content, with every token it came with."""
+    """All text is content, with every token it came with; `silent`: none of it is wanted."""
+
+    def __init__(self, echo: _Echo | None, silent: bool) -> None:
+        self._echo, self._silent = echo, silent
 
     def read(self, event: Delta | End) -> list[TypedDelta]:
         if isinstance(event, End):
-            return [Finish.of(event)]
-        return [TextDelta("content", event.text, event.tokens, event.logprobs)]
+            finish = Finish.of(event)
+            return [replace(finish, generated=0) if self._silent else finish]
+        echo, self._echo = self._echo, None
+        before = [echo.delta(event.prompt_logprobs)] if echo is not None else []
+        said = [] if self._silent else [TextDelta("content", event.text, event.tokens, event.logprobs)]
+        return [*before, *said]
 
 
 class CompletionAnswer(Answer):
     def __init__(self, backend: Backend, body: CompletionBody) -> None:
         self._body, self._stop_tokens = body, backend.llm.stop_tokens
+        self.wants_progress, self._storing = bool(body.return_progress), Storing()
         self._texts = TokenTexts(backend)
         # By choice: characters sent so far, and how it finished.
         self._sent = [0] * len(body.prompt) * (body.n or 1)
@@ -75,12 +103,25 @@ class CompletionAnswer(Answer):
             "system_fingerprint": fingerprint(backend),
         }
 
+    def begin(self, prompt_tokens: int) -> Iterable[str]:
+        self._storing.begin(prompt_tokens)
+        return ()
+
+    def found(self, cached_tokens: int) -> Iterable[str]:
+        return [self._told(self._storing.done(cached_tokens))] if self.wants_progress else []
+
     def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
         if isinstance(delta, Finish):
             self._finished[index] = delta
             yield self._frame([self._choice(index, TextDelta("content", ""), delta.reason)])
         elif isinstance(delta, TextDelta) and (delta.text or self._body.logprobs is not None):
             yield self._frame([self._choice(index, delta, None)])
+
+    def waiting(self) -> str:
+        return self._frame([self._choice(0, TextDelta("content", ""), None)])
+
+    def progress(self, progress: Progress) -> str:
+        return self._told(prompt_progress(progress))
 
     def end(self) -> Iterator[str]:
         if self._body.wants_usage:
@@ -99,12 +140,18 @@ class CompletionAnswer(Answer):
         ]
         return {**self._head, "choices": choices, "usage": self._usage(finishes)}
 
+    def _told(self, progress: dict[str, Any]) -> str:
+        return self._frame([self._choice(0, TextDelta("content", ""), None)], progress=progress)
+
     def _usage(self, finishes: list[Finish]) -> dict[str, Any]:
         return usage(finishes[:: self._body.n or 1], finishes)
 
-    def _frame(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
+    def _frame(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None, progress: dict[str, Any] | None = None
+    ) -> str:
         counted = {"usage": usage} if self._body.wants_usage else {}
-        return frame({**self._head, "choices": choices, **counted})
+        told = {} if progress is None else {"prompt_progress": progress}
+        return frame({**self._head, "choices": choices, **counted, **told})
 
     def _choice(self, index: int, delta: TextDelta, finish_reason: str | None) -> dict[str, Any]:
         logprobs = self._logprobs(index, delta) if self._body.logprobs is not None and delta.tokens else None
@@ -113,7 +160,9 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, delta: TextDelta) -> dict[str, Any]:
         pairs = zip(delta.tokens, delta.logprobs, strict=True)
-        shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in self._stop_tokens]
+        # Of a prompt and what comes after it every token is shown: whoever scores texts counts them.
+        hidden = () if self._body.echo else self._stop_tokens
+        shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in hidden]
         offsets, at = [], self._sent[index]
         for text, _ in shown:
             offsets.append(at)
@@ -122,7 +171,10 @@ class CompletionAnswer(Answer):
             "tokens": [text for text, _ in shown],
             "token_logprobs": [finite(logprob.logprob) for _, logprob in shown],
             "top_logprobs": [
-                {self._texts.text(token): finite(value) for token, value in logprob.top} for _, logprob in shown
+                None
+                if math.isnan(logprob.logprob)
+                else {self._texts.text(token): finite(value) for token, value in logprob.top}
+                for _, logprob in shown
             ],
             "text_offset": offsets,
         }

@@ -1,11 +1,11 @@
 """What the model says in one response: the API's output items, and its stream events that tell of them."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..deltas import TextDelta, ToolCallDelta
+from ..deltas import TextDelta, ToolCallDelta, ToolCallPart
 from .common import TokenTexts, new_id
+from .schema import as_arguments
 
 # As the API has them, before they are written.
 StreamEvent = dict[str, Any]
@@ -21,9 +21,13 @@ class ResponseOutput:
         # The last item of `items` while text is still added to it.
         self._open: OutputItem | None = None
 
-    def add(self, delta: TextDelta | ToolCallDelta) -> Iterator[StreamEvent]:
+    def add(self, delta: TextDelta | ToolCallPart | ToolCallDelta) -> Iterator[StreamEvent]:
+        if isinstance(delta, ToolCallPart):
+            if delta.first:
+                yield from self._begin_call(delta.name, delta.id)
+            yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": delta.text}
+            return
         if isinstance(delta, ToolCallDelta):
-            yield from self.close("completed")
             yield from self._call(delta)
             return
         kind = "message" if delta.kind == "content" else "reasoning"
@@ -58,13 +62,19 @@ class ResponseOutput:
         yield {"type": "response.content_part.done", **self._place(), "content_index": 0, "part": content}
         yield self._item_event("done")
 
+    def cut_off(self) -> None:
+        """Nothing follows: text stays as far as it came, a call that was begun is dropped."""
+        for _ in self.close("incomplete"):
+            pass
+        self.items = [item for item in self.items if item["status"] != "in_progress"]
+
     def message(self) -> dict[str, Any]:
         """All of it as a message of a conversation."""
         texts = {"message": "", "reasoning": ""}
         calls = []
         for item in self.items:
             if item["type"] == "function_call":
-                function = {"name": item["name"], "arguments": json.loads(item["arguments"])}
+                function = {"name": item["name"], "arguments": as_arguments(item["arguments"])}
                 calls.append({"id": item["call_id"], "type": "function", "function": function})
             else:
                 texts[item["type"]] += item["content"][0]["text"]
@@ -87,20 +97,25 @@ class ResponseOutput:
         yield {"type": "response.content_part.added", **self._place(), "content_index": 0, "part": {**content}}
         item["content"].append(content)
 
-    def _call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
+    def _begin_call(self, name: str, call_id: str) -> Iterator[StreamEvent]:
+        yield from self.close("completed")
         item = {
             "id": new_id("fc_"),
             "type": "function_call",
             "status": "in_progress",
-            "call_id": call.id,
-            "name": call.name,
+            "call_id": call_id,
+            "name": name,
             "arguments": "",
         }
         self.items.append(item)
         yield self._item_event("added")
-        delta = {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
-        yield delta
-        item |= {"arguments": call.arguments, "status": "completed"}
+
+    def _call(self, call: ToolCallDelta) -> Iterator[StreamEvent]:
+        if not call.in_parts:
+            yield from self._begin_call(call.name, call.id)
+            yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": call.arguments}
+        item = self.items[-1]
+        item |= {"arguments": call.arguments, "status": "completed" if call.complete else "incomplete"}
         done = {"type": "response.function_call_arguments.done", **self._place(), "name": call.name}
         yield done | {"arguments": call.arguments}
         yield self._item_event("done")

@@ -2,10 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ..body import Body, JsonObject, Str, sendable
-from .schema import Arguments, Content, Function, GenerateBody, Parts, ToolChoice, as_text
+from ..tools import OtherTool
+from .schema import (
+    Arguments,
+    Function,
+    GenerateBody,
+    Parts,
+    Result,
+    TokenCount,
+    ToolChoice,
+    as_text,
+    template_effort,
+    tool_tag,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -25,15 +37,37 @@ def _as_reasoning(content: Any) -> Any:
 
 
 class Item(Body):
-    """A message, a tool call, its result, or reasoning; which fields count depends on the type."""
+    """A message, a tool call, its result, or reasoning; which fields count depends on the type.
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    Calls of custom tools, whose input is text, are in conversations that another server began, as are those of tools
+    that this one leaves out: they are left out, too.
+    """
+
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "mcp_call",
+        "mcp_list_tools",
+        "web_search_call",
+    ] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Annotated[Str | None, BeforeValidator(_as_reasoning, json_schema_input_type=Parts)] = None
     call_id: Str | None = None
     name: Str | None = None
     arguments: Arguments | None = None
-    output: Content = None
+    input: Str | None = None
+    output: Result = None
 
     @model_validator(mode="after")
     def _complete(self) -> "Item":
@@ -41,12 +75,18 @@ class Item(Body):
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
-            "reasoning": (),
-        }[self.type]
+            "custom_tool_call": ("call_id", "name", "input"),
+            "custom_tool_call_output": ("call_id", "output"),
+        }.get(self.type, ())
         missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ValueError(f"an item of type {self.type} needs {missing[0]}")
         return self
+
+    @property
+    def left_out(self) -> bool:
+        own = ("message", "reasoning", "function_call", "custom_tool_call")
+        return self.type.removesuffix("_output") not in own
 
 
 class FunctionTool(Function):
@@ -55,6 +95,11 @@ class FunctionTool(Function):
 
     def described(self) -> dict[str, Any]:
         return {"parameters": None, "strict": False, **self.model_dump(exclude_unset=True)}
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function-tool")] | Annotated[OtherTool, Tag("other-tool")], Discriminator(tool_tag)
+]
 
 
 class TextFormat(Body):
@@ -83,19 +128,20 @@ class ResponsesBody(GenerateBody):
     ]
     instructions: Str | None = None
     previous_response_id: Str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_output_tokens: TokenCount | None = None
     reasoning: Reasoning | None = None
     include: list[Str] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     store: bool | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(sendable)] | None = None
     user: Str | None = None
+    # Whether it goes on when the client has gone.
+    background: bool | None = None
     # These would change what the answer means; they are not there.
-    background: Literal[False] | None = None
     conversation: None = None
     prompt: None = None
 
@@ -108,15 +154,23 @@ class ResponsesBody(GenerateBody):
     def wanted_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if LOGPROBS in (self.include or []) else None
 
-    def thinking(self) -> bool | None:
-        return False if self.reasoning is not None and self.reasoning.effort == "none" else None
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, FunctionTool)]
+
+    def template(self) -> dict[str, Any]:
+        """What the template is told."""
+        effort = self.reasoning.effort if self.reasoning is not None else None
+        return {} if effort is None else template_effort(effort)
 
 
 def messages_of(items: list[Item]) -> list[dict[str, Any]]:
     """Items as messages: reasoning, text and calls of one turn of the model's are one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
-        if item.type == "function_call_output":
+        if item.left_out:
+            continue
+        if item.type in ("function_call_output", "custom_tool_call_output"):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
         elif item.type == "message" and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
@@ -142,5 +196,6 @@ def _join(message: dict[str, Any], item: Item) -> None:
     elif item.type == "reasoning":
         message["reasoning_content"] = item.content or ""
     else:
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        arguments = {"input": item.input} if item.type == "custom_tool_call" else item.arguments
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": arguments}}
         message.setdefault("tool_calls", []).append(call)

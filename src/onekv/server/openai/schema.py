@@ -3,14 +3,36 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ...engine import Sampling
+from ..backend import AS_MANY_AS_FIT, Backend
 from ..body import Body, JsonObject, Str, sendable, whole
 from ..errors import BadRequestError
+from ..tools import OtherTool, placeholder
 
 MAX_STOPS = 16
 MAX_GENERATIONS = 128
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+# What the server itself tells the template, and what would be none of the template's names.
+OWN_NAMES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+}
 
 
 def as_text(content: Any) -> Any:
@@ -20,7 +42,7 @@ def as_text(content: Any) -> Any:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text", "output_text", "refusal"):
+        if kind not in TEXT_PARTS:
             raise ValueError(f"a part of type {kind!r} is not supported; only text is")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
@@ -29,14 +51,41 @@ def as_text(content: Any) -> Any:
     return "\n".join(texts)
 
 
+def as_result(content: Any) -> Any:
+    """The text of a tool's result; what is no text in it is named."""
+    if not isinstance(content, list):
+        return content
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    return as_text(
+        [
+            {"type": "text", "text": placeholder(kind)} if isinstance(kind, str) and kind not in TEXT_PARTS else part
+            for kind, part in zip(kinds, content, strict=True)
+        ]
+    )
+
+
 def as_arguments(value: Any) -> Any:
-    """The object that JSON text stands for."""
+    """The object that JSON text stands for. Models write broken JSON, and agents send it back: then it stays text."""
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value or "{}")
-    except RecursionError:
-        raise ValueError("the arguments are nested too deep") from None
+        parsed = sendable(json.loads(value or "{}"))
+    except (ValueError, RecursionError):
+        return value
+    return parsed if isinstance(parsed, dict) else value
+
+
+def as_template_names(value: dict[str, Any]) -> dict[str, Any]:
+    own = sorted(OWN_NAMES & value.keys())
+    if own:
+        raise ValueError(f"{own[0]} cannot be given: it is the server's own")
+    return value
+
+
+def as_count(value: int) -> int:
+    if value == 0:
+        raise ValueError(f"must be at least 1, or {AS_MANY_AS_FIT} for as many as fit")
+    return value
 
 
 def as_choice(value: Any) -> Any:
@@ -51,6 +100,10 @@ def as_choice(value: Any) -> Any:
     return function["name"]
 
 
+def as_legacy_choice(value: Any) -> Any:
+    return as_choice({"type": "function", **value} if isinstance(value, dict) else value)
+
+
 def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -60,9 +113,15 @@ Parts = str | list[dict[str, Any]] | None
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 Numbers = Annotated[dict[str, float], BeforeValidator(sendable)]
-Arguments = Annotated[JsonObject, BeforeValidator(as_arguments, json_schema_input_type=str | dict[str, Any])]
+Arguments = Annotated[JsonObject | Str, BeforeValidator(as_arguments, json_schema_input_type=str | dict[str, Any])]
+Result = Annotated[Str | None, BeforeValidator(as_result, json_schema_input_type=Parts)]
+TemplateNames = Annotated[JsonObject, AfterValidator(as_template_names)]
+TokenCount = Annotated[int, Field(ge=AS_MANY_AS_FIT, le=2**31), AfterValidator(as_count)]
 Content = Annotated[Str | None, BeforeValidator(as_text, json_schema_input_type=Parts)]
 ToolChoice = Annotated[Str | None, BeforeValidator(as_choice, json_schema_input_type=str | dict[str, Any] | None)]
+LegacyChoice = Annotated[
+    Str | None, BeforeValidator(as_legacy_choice, json_schema_input_type=str | dict[str, Any] | None)
+]
 Stops = Annotated[
     Annotated[list[Str], Field(max_length=MAX_STOPS)] | None,
     BeforeValidator(as_list, json_schema_input_type=str | list[str] | None),
@@ -81,11 +140,22 @@ class MessageToolCall(Body):
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    # "function" has the results of the legacy `functions`.
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content = None
     reasoning_content: Str | None = None
+    # Another name for it.
+    reasoning: Any = None
     tool_calls: list[MessageToolCall] | None = None
+    function_call: FunctionCall | None = None
     tool_call_id: Str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _result_is_text(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("role") in ("tool", "function"):
+            return given | {"content": as_result(given.get("content"))}
+        return given
 
     @model_validator(mode="after")
     def _has_content(self) -> "Message":
@@ -96,12 +166,18 @@ class Message(Body):
     def as_message(self) -> dict[str, Any]:
         """As `ChatCall` wants it."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-        if self.role == "tool":
-            message["tool_call_id"] = self.tool_call_id or ""
-        if self.role == "assistant" and self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.role == "assistant" and self.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        if self.role in ("tool", "function"):
+            message |= {"role": "tool", "tool_call_id": self.tool_call_id or ""}
+        if self.role != "assistant":
+            return message
+        reasoning = self.reasoning_content or self.reasoning
+        if reasoning and isinstance(reasoning, str):
+            message["reasoning_content"] = reasoning
+        calls = list(self.tool_calls or [])
+        if self.function_call is not None:
+            calls.append(MessageToolCall(function=self.function_call))
+        if calls:
+            message["tool_calls"] = [call.model_dump() for call in calls]
         return message
 
 
@@ -120,6 +196,17 @@ class Function(Body):
 class Tool(Body):
     type: Literal["function"]
     function: Function
+
+
+def tool_tag(tool: Any) -> str:
+    """Named like no field, so that the place of an error can be told from it."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "other-tool" if isinstance(kind, str) and kind != "function" else "function-tool"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function-tool")] | Annotated[OtherTool, Tag("other-tool")], Discriminator(tool_tag)
+]
 
 
 class JsonSchema(Body):
@@ -143,12 +230,15 @@ class ResponseFormat(Body):
         return self.json_schema.schema_ if self.type == "json_schema" and self.json_schema is not None else {}
 
 
+class Prediction(Body):
+    """Predicted outputs: what the client thinks that the answer will mostly be."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
-
-
-class ChatTemplateKwargs(Body):
-    enable_thinking: bool | None = None
 
 
 class GenerateBody(Body):
@@ -156,8 +246,10 @@ class GenerateBody(Body):
 
     model: Str
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=2**31)
+    # 0: the likeliest token.
+    top_p: float | None = Field(None, ge=0, le=1)
+    # -1: all tokens.
+    top_k: int | None = Field(None, ge=-1, le=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -166,22 +258,24 @@ class GenerateBody(Body):
     logit_bias: Numbers | None = None
     stop: Stops = None
     n: int | None = Field(None, ge=1, le=16)
-    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_tokens: TokenCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # As llama.cpp has it: a stream tells how far the prompt is.
+    return_progress: bool | None = None
 
-    def sampling(self, vocabulary: int) -> Sampling:
+    def sampling(self, backend: Backend) -> Sampling:
         """Raises BadRequestError for a bias on what is no token of the model's."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
-            min_p=self.min_p or 0.0,
+        return backend.defaults.sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
             seed=self.seed,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=_biases(self.logit_bias or {}, vocabulary),
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_biases(self.logit_bias or {}, backend.llm.vocabulary),
         )
 
     @property
@@ -195,20 +289,42 @@ class GenerateBody(Body):
 
 class ChatBody(GenerateBody):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: ToolChoice = None
+    # What tools were called before there were tools.
+    functions: list[Function] | None = None
+    function_call: LegacyChoice = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: ChatTemplateKwargs | None = None
+    prediction: Prediction | None = None
+    chat_template_kwargs: TemplateNames | None = None
     reasoning_effort: Str | None = None
+    thinking_budget: int | None = Field(None, ge=0, le=2**31)
 
-    def thinking(self) -> bool | None:
-        if self.chat_template_kwargs is not None and self.chat_template_kwargs.enable_thinking is not None:
-            return self.chat_template_kwargs.enable_thinking
-        return False if self.reasoning_effort == "none" else None
+    @property
+    def legacy(self) -> bool:
+        """Whether the client knows `functions` alone."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def callable_functions(self) -> list[Function]:
+        return [tool.function for tool in self.tools or [] if isinstance(tool, Tool)] + (self.functions or [])
+
+    def template(self) -> dict[str, Any]:
+        """What the template is told."""
+        effort = {} if self.reasoning_effort is None else template_effort(self.reasoning_effort)
+        if self.thinking_budget is not None:
+            effort["thinking_budget"] = self.thinking_budget
+        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        return effort | given
+
+
+def template_effort(effort: str) -> dict[str, Any]:
+    """An effort as templates know it: some by that name, some as a switch."""
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def as_prompts(value: Any) -> Any:
@@ -236,9 +352,19 @@ def _is_token(value: Any) -> bool:
 class CompletionBody(GenerateBody):
     prompt: Annotated[list[Any], BeforeValidator(as_prompts, json_schema_input_type=Prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] | None = None
-    suffix: Literal[""] | None = None
+    # 0 with `echo`: nothing but the prompt.
+    max_tokens: Annotated[int, Field(ge=AS_MANY_AS_FIT, le=2**31)] | None = None
+    echo: bool | None = None
+    suffix: Str | None = None
     best_of: Literal[1] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "CompletionBody":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens is 0, which needs echo; it must be at least 1, or -1 for as many as fit")
+        if self.suffix and self.echo:
+            raise ValueError("suffix and echo cannot be given together: the prompt is then not what was sent")
+        return self
 
 
 def _biases(given: dict[str, float], vocabulary: int) -> tuple[tuple[int, float], ...]:

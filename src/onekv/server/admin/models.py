@@ -1,0 +1,58 @@
+"""GET /admin/models: which models are loaded, and why not others; how far a load is; who waits.
+
+POST /admin/models/NAME/load, /unload, /pin and /unpin change that. All of them answer what GET answers.
+"""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ..errors import NotFoundError
+from ..models.choose import hold
+from ..models.describe import overview, overview_of_one
+from ..models.registry import Models
+from .access import ADMINISTRATOR
+
+router = APIRouter(dependencies=ADMINISTRATOR)
+
+
+@router.get("/admin/models")
+async def models(request: Request) -> dict[str, Any]:
+    found: Models | None = request.app.state.models
+    return overview(found) if found is not None else overview_of_one(request.app.state.backend)
+
+
+@router.post("/admin/models/{name:path}/load")
+async def load(name: str, request: Request) -> dict[str, Any]:
+    """Answers when it is loaded, as for a request that needs it."""
+    await hold(request, _models(request), _models(request).find(name))
+    return overview(_models(request))
+
+
+@router.post("/admin/models/{name:path}/unload")
+async def unload(name: str, request: Request) -> dict[str, Any]:
+    """Answers when it is unloaded: what is being answered by it goes on to its end. Also where it is pinned."""
+    await asyncio.to_thread(_models(request).unload, _models(request).find(name))
+    return overview(_models(request))
+
+
+@router.post("/admin/models/{name:path}/pin")
+async def pin(name: str, request: Request) -> dict[str, Any]:
+    """Never unload it for another one. Loads nothing; refused where it cannot fit beside what else is pinned."""
+    _models(request).pin(_models(request).find(name))
+    return overview(_models(request))
+
+
+@router.post("/admin/models/{name:path}/unpin")
+async def unpin(name: str, request: Request) -> dict[str, Any]:
+    """Back to the `keep` that it was configured with; to lru where that is pinned."""
+    _models(request).unpin(_models(request).find(name))
+    return overview(_models(request))
+
+
+def _models(request: Request) -> Models:
+    models: Models | None = request.app.state.models
+    if models is None:
+        raise NotFoundError("this server has one model, from its start to its end; give it several, or --memory")
+    return models

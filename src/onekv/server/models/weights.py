@@ -1,0 +1,38 @@
+"""Weights that several models have: a base and its adapters. In memory once, while one of them is loaded.
+
+`SharedWeights` owns what is loaded of them, a model that nobody runs; each engine has modules of its own over the same
+arrays (`models/sharing.py`). It lets go when the last model with these weights is gone and the next to be loaded is
+not one of them, and the arrays with it. Used by the thread that loads and unloads.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ...models import LoadedModel, load_for
+from .spec import ModelSpec
+
+
+class SharedWeights:
+    def __init__(self, specs: Iterable[ModelSpec]) -> None:
+        counts = Counter(spec.weights for spec in specs)
+        self._several = {weights for weights, count in counts.items() if count > 1}
+        self._loaded: dict[tuple[str | None, ...], LoadedModel] = {}
+
+    def of(self, spec: ModelSpec, tokenizer: TokenizerWrapper, progress: bool) -> str | LoadedModel:
+        """What the engine of a model is made of: its name, or weights that are loaded, now or for another before."""
+        if spec.weights not in self._several:
+            return spec.model
+        if spec.weights not in self._loaded:
+            loaded = load_for(spec.model, spec.engine, tokenizer=tokenizer, progress=progress)
+            self._loaded[spec.weights] = loaded
+        return self._loaded[spec.weights]
+
+    def holds(self, spec: ModelSpec) -> bool:
+        return spec.weights in self._loaded
+
+    def keep(self, specs: Iterable[ModelSpec]) -> None:
+        """Let go of what none of `specs` has."""
+        kept = {spec.weights for spec in specs}
+        self._loaded = {weights: loaded for weights, loaded in self._loaded.items() if weights in kept}

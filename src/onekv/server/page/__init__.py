@@ -1,0 +1,17 @@
+"""The page at /: what /admin/live tells, drawn, and a chat; files of this package, sent as they are.
+
+    files.py   which file is sent for which path, with which headers
+    static/    index.html, style.css, and ES modules: main.js starts the others
+        link.js      requests with the key; the feed, read again and again
+        memory.js    the line
+        map.js       blocks of a pool
+        panels.js    requests, tiers, models
+        prefix.js    what was reused and what was not, and why
+        tree.js      cached conversations
+        fetched.js   what depends on the key and is therefore not in the feed
+        chat.js      what is seen of a conversation; talk.js its tree and one answer
+        vendor/      libraries of others, unchanged, with their versions, licences and hashes
+
+There is no build step. The browser loads nothing from another host, and the Content-Security-Policy sees to that.
+Whatever a model or a user says is shown as text.
+"""

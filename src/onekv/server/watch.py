@@ -1,0 +1,84 @@
+"""Health by progress: whether the engine gets on, told by what its thread says it is doing, and since when.
+
+    loading -> ok -> shutting down -> ended     ended by itself, too, where the engine could not go on
+               | ^
+              stuck                             a step, or an order between two, takes longer than `--step-limit`
+
+`Watch.state` is what the probes ask. The watchdog, a daemon thread, writes the stacks of all Python threads to the log,
+once for each step that is stuck. With `--exit-when-stuck` it then ends the process, for a supervisor to start it again,
+and so it does where the engine could not go on. What is in the disk cache is whole at every moment, so nothing is
+closed before.
+
+Whatever keeps Python's lock for ever keeps this from running as well; then no probe is answered, which says the same.
+"""
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from typing import Literal
+
+from ..engine import EngineThread
+
+log = logging.getLogger("onekv.server")
+
+State = Literal["loading", "ok", "stuck", "shutting down", "ended"]
+
+# The exit status of a process that ended itself because it was stuck, or its engine had failed.
+STUCK_STATUS = 70
+# How often the watchdog looks at most.
+LOOK_S = 1.0
+
+
+class Watch:
+    def __init__(self, thread: EngineThread, step_limit: float) -> None:
+        """`step_limit` is in seconds."""
+        self.thread, self.step_limit = thread, step_limit
+
+    @property
+    def state(self) -> State:
+        thread = self.thread
+        what = thread.doing.what
+        if what in ("loading", "ended"):
+            return what
+        if thread.stuck(self.step_limit):
+            return "stuck"
+        return "shutting down" if thread.stopping else "ok"
+
+    def start(self, exit_when_stuck: bool) -> None:
+        """Start the watchdog, which goes on until the process ends."""
+        threading.Thread(target=self._watch, args=(exit_when_stuck,), name="onekv-watchdog", daemon=True).start()
+
+    def _watch(self, exit_when_stuck: bool) -> None:
+        pause = threading.Event()
+        # When the step began that was last reported.
+        reported: float | None = None
+        while self.state != "ended":
+            pause.wait(min(LOOK_S, self.step_limit / 4))
+            since = self.thread.doing.since
+            if self.state == "stuck" and since != reported:
+                reported = since
+                log.critical("%s; all stacks:\n%s", self.thread.complaint(self.step_limit), stacks())
+                if exit_when_stuck:
+                    _exit()
+            elif reported is not None and since != reported:
+                reported = None
+                log.warning("the step that was stuck has ended; the engine goes on")
+        if exit_when_stuck and self.thread.failed:
+            _exit()
+
+
+def _exit() -> None:
+    log.critical("the process ends with status %d (--exit-when-stuck)", STUCK_STATUS)
+    logging.shutdown()
+    os._exit(STUCK_STATUS)
+
+
+def stacks() -> str:
+    """Where each thread of this process is, as Python sees it."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}, most recent call last:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
