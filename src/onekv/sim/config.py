@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..config import Settings
+from ..config import REMOTE_WRITES, Settings
 from ..memory.formats import AUTO, parse
 from ..memory.layout import Group, KVLayer, Layout, Leaf, Rule, StateLayer
 from ..memory.plan import Plan
@@ -25,7 +25,7 @@ RULES = (
     Rule(chunk=4),
     Rule(window=7, keep=4, ring=True),
 )
-FORMATS = ("q8", "q4", "tq4", "k8v4")
+FORMATS = ("q8", "q4", "tq4", "k8v4", "k5v4")
 STATE = StateLayer("layer 9", (((8,), mx.uint8), ((8,), mx.uint8)))
 
 
@@ -69,6 +69,13 @@ class Config:
     model: int = 0
     # Every n-th turn the tier has no answer yet; 0: it always has one at once.
     late_answers: int = 0
+    # Every n-th step of a request has a guess at its next tokens, right or wrong; 0: there are none. And their number.
+    guesses: int = 0
+    draft_tokens: int = 3
+    # Whether several prompts are stored in one pass.
+    together: bool = False
+    # What is written to a store that servers share; None: there is none.
+    remote: str | None = None
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> "Config":
@@ -105,6 +112,8 @@ class Config:
             prefix_cache=self.prefix_cache,
             decode_steps=self.decode_steps,
             disk_policy="write_through" if self.write_through else None,
+            speculate="auto" if self.guesses else "off",
+            draft_tokens=self.draft_tokens,
         )
 
     def describe(self) -> str:
@@ -114,20 +123,27 @@ class Config:
         )
         disk = "no disk" if self.disk_limit is None else f"disk of {self.disk_limit} bytes"
         states = f", recurrent with {self.snapshots} snapshots" if self.layout.states else ""
+        disk += f", store ({self.remote})" if self.remote is not None else ""
         return (
             f"[{groups}{states}] blocks of {self.block_size}, chunks of {self.chunk}, batch of {self.max_batch}, {disk}"
         )
 
 
 def make_config(random: Random) -> Config:
+    # By itself: seeds at which something was found keep their scripts.
+    apart = Random(repr(random.getstate()))
+    together = apart.random() < 0.75
     rules = random.sample(RULES, random.choice((0, 1, 1, 1, 2, 2, 2, 3)))
     recurrent = not rules or random.random() < 0.3
     block_size, chunk, max_batch = random.choice((2, 4, 4, 8)), random.randint(2, 14), random.randint(1, 4)
+    if together:
+        # Room for several prompts in a pass.
+        chunk *= apart.choice((2, 4, 8))
     kinds = tuple(
         replace(_kind(random, rule), blocks=_blocks(random, rule, block_size, chunk, max_batch)) for rule in rules
     )
     disk = random.random() < 0.6
-    return Config(
+    config = Config(
         kinds,
         recurrent,
         block_size,
@@ -144,7 +160,11 @@ def make_config(random: Random) -> Config:
         write_budget=random.choice((None, None, None, 30_000)),
         device=random.random() < 0.01,
         late_answers=random.choice((0, 0, 2, 5)),
+        guesses=random.choice((0, 0, 1, 2)),
+        draft_tokens=random.randint(1, 6),
+        together=together,
     )
+    return replace(config, remote=apart.choice((None, None, None, *REMOTE_WRITES)) if config.prefix_cache else None)
 
 
 def vary(config: Config, random: Random) -> Config:
@@ -159,6 +179,7 @@ def vary(config: Config, random: Random) -> Config:
         disk_limit=None
         if config.disk_limit is None
         else max(config.disk_limit // random.choice((1, 1, 2)), LEAST_LIMIT + 20_000),
+        together=random.random() < 0.75,
     )
 
 

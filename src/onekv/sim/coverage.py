@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .faults import DISK_SITES, ENGINE_SITES
+from .faults import DISK_SITES, ENGINE_SITES, REMOTE_SITES
 
 STATES = ("waiting", "looking", "loading", "prefilling", "running")
 TRANSITIONS = (
@@ -15,17 +15,22 @@ TRANSITIONS = (
 )
 TOPICS = {
     "requests: one state to the next, as seen after each step": TRANSITIONS,
+    "prompts": ("pass of one prompt", "pass of several prompts"),
     "prefix cache": (
         *("reused: nothing", "reused: some", "reused: all", "called: copy", "blocks evicted"),
         *("miss: never seen", "miss: evicted", "miss: other salt", "miss: no snapshot at that length"),
-        "miss: damaged on disk",
+        "miss: could not be read from a colder tier",
     ),
     "disk": (
         *("disk: writes", "disk: hits", "disk: evicted", "disk: discarded", "disk: corrupt", "disk: set aside"),
         *("file damaged", "row damaged", "noise in the index", "late answers"),
     ),
+    "store that servers share": (
+        *("store: writes", "store: hits", "store: discarded", "store: corrupt", "store: forged"),
+        *("store: pauses", "store: late", "value damaged"),
+    ),
     "process": ("start", "restart", "kill", "refused: too many", "call refused"),
-    "faults that struck": (*ENGINE_SITES, *DISK_SITES),
+    "faults that struck": (*ENGINE_SITES, *DISK_SITES, *REMOTE_SITES),
 }
 
 

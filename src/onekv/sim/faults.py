@@ -9,7 +9,8 @@ text              a detokenizer raises                      its request
 emit              a consumer raises                         its request
 states            reading recurrent states raises           whom the engine works for just then
 tier              the tier breaks its promise and raises    whom the engine works for just then
-the rest          the disk: see `SimFiles`                  nobody: a tier never fails a request
+the rest          the disk, the store: see `SimFiles` and   nobody: a tier never fails a request
+                  `SimStore` (store.py)
 """
 
 import errno
@@ -36,6 +37,7 @@ DISK_SITES = (
     "slow read",
     "killed",
 )
+REMOTE_SITES = ("store unreachable", "store slow", "store full", "store flips", "store forgets")
 
 
 class Kill(BaseException):

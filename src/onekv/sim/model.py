@@ -28,6 +28,10 @@ Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 View = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
+# Of so many tokens one is taken for too close to another when it was guessed.
+DOUBTFUL = 9
+
+
 class Violation(BaseException):
     """Something that must hold does not. No handler of the engine may take it for a failed request."""
 
@@ -50,14 +54,15 @@ class HashModel(Module):
     def forward(self, tokens: list[list[int]]) -> Scores:
         """Logits [rows, vocabulary] after the new tokens of the current step."""
         memory = self.memory
-        sequences = memory.current.sequences
-        spoilt = self.before(sequences)
+        step = memory.current
+        spoilt = self.before(step.rows)
         views = [pool_views(pool) for pool in memory.pools]
         parts = [None if part is None else np.array(part) for layer in memory.state_layers for part in layer.cache]
         rows = []
-        for row, sequence in enumerate(sequences):
-            states = [b"" if part is None else part[row].tobytes() for part in parts] if sequence.length else []
-            rows.append(self._row(views, states, sequence, tokens[row]))
+        for row, (sequence, length) in enumerate(zip(step.rows, step.lengths, strict=True)):
+            states = [b"" if part is None else part[row].tobytes() for part in parts] if length else []
+            # What is behind a row's own tokens is for nobody.
+            rows.append(self._row(views, states, sequence, length, tokens[row][: step.counts[row]]))
         if self.truth.states:
             self._write_states(memory, [prefix for _, prefix in rows])
         scores = np.stack([logits(digest) for digest, _ in rows])
@@ -65,11 +70,10 @@ class HashModel(Module):
         return scores
 
     def _row(
-        self, views: list[list[View]], states: list[bytes], sequence: Sequence, tokens: list[int]
+        self, views: list[list[View]], states: list[bytes], sequence: Sequence, length: int, tokens: list[int]
     ) -> tuple[int, int]:
-        """Store `tokens` after those of `sequence`; a digest of what the last one reads, and its prefix hash."""
-        length = sequence.length
-        before = self._before(views, sequence, states)
+        """Store `tokens` behind `length` of `sequence`; a digest of what the last one reads, and its prefix hash."""
+        before = self._before(views, sequence, length, states)
         hashes = np.array(chain(before, tokens), np.uint64)
         last = length + len(tokens) - 1
         digest = xxhash.xxh3_64()
@@ -86,12 +90,12 @@ class HashModel(Module):
             digest.update(passed_on)
         return digest.intdigest(), int(hashes[-1])
 
-    def _before(self, views: list[list[View]], sequence: Sequence, states: list[bytes]) -> int:
-        """The prefix hash of what `sequence` has stored, by its last rows and its states, which must agree."""
-        length, expected = sequence.length, self.expected(sequence)
+    def _before(self, views: list[list[View]], sequence: Sequence, length: int, states: list[bytes]) -> int:
+        """The prefix hash of `length` tokens of `sequence`, by its last rows and its states, which must agree."""
         if not length:
             return self.truth.start
-        if expected is not None:
+        # Behind what it has stored are guesses of this step, which may be wrong.
+        if length == sequence.length and (expected := self.expected(sequence)) is not None:
             self._compare(views, sequence, states, expected)
         found = {int.from_bytes(state, "little") ^ self.truth.marks[number] for number, state in enumerate(states)}
         for group, table in enumerate(sequence.tables):
@@ -136,24 +140,28 @@ class HostRunner(Runner):
 
     model: HashModel
 
-    def store(self, sequence: Sequence, tokens: list[int]) -> None:
-        with self.memory.step([sequence], len(tokens)):
-            self.model.forward([tokens])
+    def store(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
+        with self.memory.step(sequences, [len(row) for row in tokens]):
+            self.model.forward(tokens)
 
-    def forward(self, sequences: list[Sequence], inputs: mx.array) -> mx.array:
+    def forward(self, sequences: list[Sequence], inputs: mx.array, counts: list[int] | None = None) -> mx.array:
         tokens: list[int] = inputs.tolist()  # type: ignore[assignment]
-        with self.memory.step(sequences, 1):
+        with self.memory.step(sequences, counts or 1, spread=True):
             return mx.array(self.model.forward([[token] for token in tokens]))
 
-    def draw(self, requests: list[Request], logits: mx.array) -> Drawn:
+    def draw(
+        self, requests: list[Request], logits: mx.array, drawn: list[int], tolerance: float | None = None
+    ) -> Drawn:
         scores = np.array(logits)
         sound = np.isfinite(scores[:, 0])
         for row, request in enumerate(requests):
             if request.constraint is not None:
                 scores[row, ~request.constraint.allowed()] = -np.inf
         best = scores.argmax(axis=-1)
+        # Some are in doubt, for no reason.
+        sure = mx.array(best % DOUBTFUL != 1) if tolerance is not None else None
         # The numbers are no log probabilities; what counts is that each token has one.
-        return Drawn(mx.array(best), mx.array(sound), mx.array(scores.max(axis=-1)))
+        return Drawn(mx.array(best), mx.array(sound), mx.array(scores.max(axis=-1)), sure=sure)
 
 
 def pool_views(pool: Pool) -> list[View]:

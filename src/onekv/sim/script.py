@@ -14,7 +14,7 @@ from random import Random
 
 from .client import Client, letter
 from .config import Config, make_config, vary
-from .faults import DISK_SITES, ENGINE_SITES, Kill, damage_file, damage_index, noise_in_index
+from .faults import DISK_SITES, ENGINE_SITES, REMOTE_SITES, Kill, damage_file, damage_index, noise_in_index
 from .model import Violation
 from .world import World
 
@@ -38,14 +38,20 @@ WEIGHTS = {
     "damage a file": 1,
     "damage the index": 0.5,
     "noise in the index": 0.1,
+    "neighbour": 3,
     "kill": 0.12,
     "restart": 0.15,
 }
 
 
-def operations(random: Random) -> Iterator[Operation]:
+# And these, where there is a store that servers share.
+REMOTE_WEIGHTS = {"break the store": 3, "damage a value": 1}
+
+
+def operations(random: Random, remote: bool) -> Iterator[Operation]:
     """Each seed has its own mixture: what is rare in most is frequent in some, and meets other things there."""
-    names, weights = list(WEIGHTS), [weight * random.choice((0.2, 1, 1, 4)) for weight in WEIGHTS.values()]
+    chosen = WEIGHTS | (REMOTE_WEIGHTS if remote else {})
+    names, weights = list(chosen), [weight * random.choice((0.2, 1, 1, 4)) for weight in chosen.values()]
     while True:
         yield random.choices(names, weights)[0], random.getrandbits(30), random.getrandbits(30)
 
@@ -80,7 +86,7 @@ def run_seed(seed: int, turns: int, folder: str | None = None) -> Outcome:
     done: list[Operation] = []
 
     def record() -> Iterator[Operation]:
-        for operation in operations(random):
+        for operation in operations(random, config.remote is not None):
             done.append(operation)
             yield operation
 
@@ -215,8 +221,7 @@ def _cancel(world: World, a: int, b: int) -> None:
 
 
 def _work(world: World, a: int, b: int) -> None:
-    if world.tier is not None:
-        world.tier.work(1 + a % 4)
+    world.work(1 + a % 4)
 
 
 def _wait(world: World, a: int, b: int) -> None:
@@ -230,7 +235,7 @@ def _unpin(world: World, a: int, b: int) -> None:
 
 
 def _clear(world: World, a: int, b: int) -> None:
-    world.call(lambda engine: engine.prefix.clear())
+    world.call(lambda engine: engine.clear_cache())
 
 
 def _probe(world: World, a: int, b: int) -> None:
@@ -262,6 +267,19 @@ def _noise(world: World, a: int, b: int) -> None:
     world.counts["noise in the index"] += noise_in_index(world.folder / "kv" / "index.db", a)
 
 
+def _neighbour(world: World, a: int, b: int) -> None:
+    if world.config.disk_limit is not None:
+        world.neighbour.act(world.config.disk_limit, a, b)
+
+
+def _break_store(world: World, a: int, b: int) -> None:
+    world.faults.arm(REMOTE_SITES[a % len(REMOTE_SITES)], 1 + b % 20)
+
+
+def _damage_value(world: World, a: int, b: int) -> None:
+    world.counts["value damaged"] += world.store.damage(a, b)
+
+
 def _kill(world: World, a: int, b: int) -> None:
     raise Kill
 
@@ -288,6 +306,9 @@ _ACTIONS: dict[str, Callable[[World, int, int], None]] = {
     "damage a file": _damage_file,
     "damage the index": _damage_index,
     "noise in the index": _noise,
+    "neighbour": _neighbour,
+    "break the store": _break_store,
+    "damage a value": _damage_value,
     "kill": _kill,
     "restart": _restart,
 }

@@ -9,6 +9,7 @@ Promises, checked after every turn of the engine's thread unless said otherwise:
     - what the model reads is what was stored for those tokens (`HashModel`)
     - nothing is reused that was not computed under the same salt
     - the pool's arrays stay where they are, and every cached block holds what it says (now and then)
+    - a copy of the prefix index that is made of its events alone is the index (`copies.py`)
     - the folder never takes more than its limit (after every change of a file)
     - whoever ended got the tokens of a model without a cache, and exactly one end; who failed had a fault of its own
     - when all have ended nothing is held; no client waits for ever
@@ -32,13 +33,21 @@ from ..errors import OneKVError, OverloadedError, SettingError
 from ..memory.kv import KVMemory
 from ..memory.pool.sequence import Sequence
 from ..memory.pool.table import FORGOTTEN
+from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
 from ..tiers.image import images_of
+from ..tiers.remote.common import Setup
+from ..tiers.remote.seal import SEAL, Sealer
+from ..tiers.remote.tier import RemoteTier
 from ..tiers.store import LOG, SMALL
 from .client import Client
 from .config import Config
+from .copies import Copies
 from .faults import Faults, Injected, Kill, SimClock, SimFiles
+from .guesses import Guesses
 from .model import HashModel, HostRunner, Violation, pool_views
+from .neighbour import Neighbour
+from .store import SimStore
 from .truth import STOP, Hashes, Truth, as_rows, chain
 
 Result = TypeVar("Result")
@@ -52,6 +61,7 @@ class World:
         """Its own folder is made in `folder`, or else in memory."""
         self.config = config
         self.clock, self.faults = SimClock(), Faults()
+        self.store = SimStore(self.faults, self.clock)
         self.folder = Path(tempfile.mkdtemp(prefix="onekv-sim-", dir=folder or memory_folder()))
         self.counts: Counter[str] = Counter()
         self.turns = 0
@@ -66,6 +76,8 @@ class World:
         self._states: dict[Request, str] = {}
         # The requests that the engine works for, the innermost last.
         self._working: list[Several[Request]] = []
+        files = _Limited(self, self.faults, self.clock)
+        self.neighbour = Neighbour(self.folder / "kv", files, self.clock, self.counts)
         self._start()
 
     # The process
@@ -74,14 +86,13 @@ class World:
         config = self.config
         self.truth = Truth(config.layout, config.model)
         self.model = HashModel(self.truth)
-        self.tier = self._open_tier()
+        self.tier, self.remote = self._open_tier(), self._open_remote()
         self.thread = EngineThread(self._build, config.max_waiting, config.max_wait, now=self.clock.monotonic)
         try:
             self.engine = self.thread.open()
         except Kill:
             self.counts["killed at start"] += 1
-            if self.tier is not None:
-                self.tier.kill()
+            self._kill_tiers()
             self._start()
             return
         self._addresses = self._pool_addresses()
@@ -95,11 +106,13 @@ class World:
             config.plan,
             {STOP},
             config.settings,
-            [self.tier] if self.tier is not None else [],
+            [tier for tier in (self.tier, self.remote) if tier is not None],
             now=self.clock.monotonic,
             make_runner=self._make_runner,
+            proposer=Guesses(self.truth, config.guesses),
         )
         self.model.expected, self.model.before = self._expected, self._before
+        self.copies = Copies(engine.prefix)
         self._set_traps(engine)
         return engine
 
@@ -107,7 +120,7 @@ class World:
         # The model is tried before the engine has all its parts.
         self.model.memory = memory
         kind = Runner if self.config.device else HostRunner
-        return kind(model, memory, max_batch)
+        return kind(model, memory, max_batch, self.config.together)
 
     def _set_traps(self, engine: Engine) -> None:
         """Let faults strike where the engine calls what may raise, and see whom it works for then."""
@@ -129,7 +142,7 @@ class World:
         memory = engine.memory
         memory.states_of = self._trap("states", memory.states_of)  # type: ignore[method-assign]
         for tier in engine.prefix.tiers:
-            for name in ("find", "tails", "offer", "expect", "read"):
+            for name in ("find", "tails", "offer", "expect", "ready", "read", "wants"):
                 setattr(tier, name, self._trap("tier", getattr(tier, name)))
             for name in ("find", "tails"):
                 setattr(tier, name, self._late(getattr(tier, name)))
@@ -188,11 +201,40 @@ class World:
             self.faults.disarm()
             return self._open_tier()
 
+    def _open_remote(self) -> RemoteTier | None:
+        config = self.config
+        if config.remote is None:
+            return None
+        images = images_of(config.layout, config.block_size)
+        reads: dict[int, int | None] = {
+            part: None if group.rule.span is None else -(-group.rule.span // config.block_size) + 2
+            for part, group in enumerate(config.layout.groups)
+        }
+        setup = Setup(
+            self.store,
+            "a store",
+            Sealer(f"{config.model:032}", "a secret", config.block_size),
+            images,
+            config.block_size,
+            reads | {STATES: 1},
+            None,
+            config.remote,
+            self.clock,
+            threads=False,
+        )
+        room = config.staging * (max(image.size for image in images.values()) + SEAL)
+        return RemoteTier(setup, room, room, 1e9)
+
+    def work(self, tasks: int = 1) -> None:
+        """Let the tiers do what their threads would."""
+        for tier in (self.tier, self.remote):
+            if tier is not None:
+                tier.work(tasks)
+
     def die(self) -> None:
         """The process is killed: whoever had not ended hears nothing more."""
         self.counts["kill"] += 1
-        if self.tier is not None:
-            self.tier.kill()
+        self._kill_tiers()
         self._leave()
         self._start()
 
@@ -200,9 +242,16 @@ class World:
         """The server is stopped and started again, perhaps with other settings."""
         self.counts["restart"] += 1
         self.thread.close(self.engine)
+        if config.disk_limit is None:
+            self.neighbour.close()
         self._leave()
         self.config = config
         self._start()
+
+    def _kill_tiers(self) -> None:
+        self.neighbour.kill()
+        if self.tier is not None:
+            self.tier.kill()
 
     def _leave(self) -> None:
         self._count_figures()
@@ -247,6 +296,7 @@ class World:
         self.thread.turn(self.engine, wait=False)
         self._follow_requests()
         self.engine.check_integrity()
+        self.copies.check(late=self.turns % 7 == 0)
         if self.turns % 61 == 0:
             self.audit()
         self.clients = [client for client in self.clients if not self._ended(client)]
@@ -333,6 +383,8 @@ class World:
             before = self._progress()
             self.clock.seconds += 0.01
             self.turn()
+            if self.remote is not None and self.turns % 2:
+                self.remote.work()
             still = still + 1 if self._progress() == before else 0
             if still > PATIENCE:
                 states = [request.state for request in self._states]
@@ -351,7 +403,9 @@ class World:
         self.drain()
         for tokens, salt in self.pins:
             self.engine.prefix.unpin(tokens, salt)
+        self.neighbour.close()
         self.thread.close(self.engine)
+        self.copies.check_ended()
         for pool in self.engine.memory.pools:
             if pool.free != pool.blocks:
                 raise Violation(f"{pool.group.rule}: {pool.blocks - pool.free} blocks are left when all is closed")
@@ -359,8 +413,7 @@ class World:
 
     def dispose(self) -> None:
         """However it ended, nothing is left of it."""
-        if self.tier is not None:
-            self.tier.kill()
+        self._kill_tiers()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     # Helpers
@@ -387,6 +440,8 @@ class World:
         """Faults of the model."""
         owners, running = self._owners(), self.engine.scheduler.running
         requests = [owners[sequence] for sequence in sequences if sequence in owners]
+        if requests and requests[0].state == "prefilling":
+            self.counts["pass of one prompt" if len(requests) == 1 else "pass of several prompts"] += 1
         if self.faults.strikes("model"):
             # Decoding is one step for all that run, also where rows are computed one by one.
             self._blame(*(running if requests and requests[0].state == "running" else requests))
@@ -415,14 +470,24 @@ class World:
         """What the parts have counted since they were made."""
         self.faults.paused = True
         stats = self.engine.prefix.stats()
+        if self.engine.speculation is not None:
+            guessed = self.engine.speculation.stats()
+            self.counts["guessed tokens"] += guessed.proposed
+            self.counts["guessed right"] += guessed.accepted
+            self.counts["guessed right and in doubt"] += guessed.doubtful
         self.counts["hits"] += stats.hits
         self.counts["blocks evicted"] += stats.evicted_blocks
+        self.counts.update({f"told: {kind}": count for kind, count in self.copies.told.items()})
         self.counts.update({f"miss: {reason}": count for reason, count in stats.misses.items()})
         if self.tier is not None:
             tier = self.tier.stats()
             for name in ("hits", "writes", "evicted", "discarded", "corrupt"):
                 self.counts[f"disk: {name}"] += getattr(tier, name)
             self.counts["disk: set aside"] += tier.failed is not None
+        if self.remote is not None:
+            tier = self.remote.stats()
+            for name in ("hits", "writes", "discarded", "corrupt", "forged", "pauses", "late"):
+                self.counts[f"store: {name}"] += getattr(tier, name)
         self.faults.paused = False
 
 
