@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,13 @@ _ADJECTIVES = ("old", "quiet", "green", "early", "narrow", "bright", "heavy", "s
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that listens. `model` is what requests to it must name, `log` what it has written so far."""
+    """A server that listens. `model` is what requests to it must name, `log` what it has written so far. One that
+    somebody else has started has no `process`, and no log.
+    """
 
     url: str
     model: str
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"
     log: Path
 
     @property
@@ -50,9 +53,7 @@ class ServerProcess:
 
     def resident(self, figure: str = "VmHWM") -> int | None:
         """Bytes of the process in memory, at most so far (VmHWM) or now (VmRSS); None where the system does not say."""
-        status = Path(f"/proc/{self.process.pid}/status")
-        found = re.search(rf"{figure}:\s+(\d+) kB", status.read_text()) if status.exists() else None
-        return int(found[1]) * 1024 if found else None
+        return resident(self.process.pid, figure) if self.process is not None else None
 
     def get(self, path: str) -> Any:
         """The JSON at `path`. Raises OneKVError if it is not to be had."""
@@ -62,21 +63,35 @@ class ServerProcess:
         return answer.json()
 
 
+def resident(pid: int, figure: str = "VmRSS") -> int | None:
+    """Bytes of a process in memory, as Linux tells them; None if it has ended, or elsewhere."""
+    try:
+        found = re.search(rf"{figure}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None
+
+
 def http() -> ModuleType:
     try:
         import httpx2
     except ModuleNotFoundError:
-        raise SettingError("this benchmark needs httpx2; install it with: pip install httpx2") from None
+        raise SettingError("this benchmark needs httpx2; install it with: pip install 'onekv[bench]'") from None
     return httpx2
 
 
 @contextmanager
-def onekv_server(model: str, *flags: str) -> Iterator[ServerProcess]:
-    """`onekv serve` on a free port, with `KEYS` and nothing cached."""
-    command = [sys.executable, "-m", "onekv", "serve", model, "--port", "0", "--hot-only", "on", *flags]
+def onekv_server(
+    model: str, *flags: str, start_s: float = START_S, entry: Sequence[str] = ("-m", "onekv")
+) -> Iterator[ServerProcess]:
+    """`onekv serve` on a free port, with `KEYS` and nothing cached; it has to answer within `start_s`. `entry` are the
+    arguments of Python that run `onekv`.
+    """
+    command = [sys.executable, *entry, "serve", model, "--port", "0", "--hot-only", "on", *flags]
     with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
-        found = _wait_for(process, log, lambda: re.search(r"(\S+) is served on (http://\S+)\.\s", log.read_text()))
-        _wait_for(process, log, lambda: _healthy(found[2]))
+        served = re.compile(r"(\S+) is served on (http://\S+)\.\s")
+        found = _wait_for(process, log, lambda: served.search(log.read_text()), start_s)
+        _wait_for(process, log, lambda: _healthy(found[2]), start_s)
         yield ServerProcess(found[2], found[1], process, log)
 
 
@@ -93,10 +108,12 @@ def mlx_lm_server(entry: str, *arguments: str) -> Iterator[ServerProcess]:
 
 
 def _healthy(url: str) -> bool:
-    library = http()
+    # This machine is not asked by a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        return bool(library.get(f"{url}/health", timeout=5).status_code == 200)
-    except library.TransportError:
+        with opener.open(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except OSError:
         return False
 
 
@@ -125,9 +142,9 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
         process.wait()
 
 
-def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Callable[[], Any]) -> Any:
+def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Callable[[], Any], start_s: float = START_S) -> Any:
     """What `ready` gives as soon as it gives something. Raises OneKVError if the process ends or takes too long."""
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + start_s
     while time.monotonic() < deadline and process.poll() is None:
         if found := ready():
             return found
@@ -150,11 +167,17 @@ class Answer:
 
 
 async def chat(
-    client: "httpx2.AsyncClient", server: ServerProcess, messages: list[dict[str, str]], max_tokens: int
+    client: "httpx2.AsyncClient",
+    server: ServerProcess,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    model: str | None = None,
 ) -> Answer:
-    """The greedy answer to `messages`, streamed. Raises OneKVError if the server refuses or fails."""
+    """The greedy answer to `messages`, streamed; of the server's `model`, unless another is named. Raises OneKVError if
+    the server refuses or fails.
+    """
     body = {
-        "model": server.model,
+        "model": model or server.model,
         "messages": messages,
         "max_tokens": max_tokens,
         "temperature": 0,
@@ -180,7 +203,8 @@ async def chat(
                     text.append(piece)
     total = time.perf_counter() - begin
     if not usage:
-        raise OneKVError(f"{server.url} ended its answer early; its log ends with: {server.log.read_text()[-1000:]}")
+        log = f"; its log ends with: {server.log.read_text()[-1000:]}" if server.log.exists() else ""
+        raise OneKVError(f"{server.url} ended its answer early{log}")
     return Answer("".join(text), usage["prompt_tokens"], usage["completion_tokens"], first or total, total)
 
 

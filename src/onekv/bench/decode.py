@@ -2,6 +2,8 @@
 
 Both sides hold their KV of the same prompts at the same time and take turns: a round is N tokens of one, then N tokens
 of the other. mlx-lm runs through its own entry points: `generate_step` for one sequence, `BatchGenerator` for several.
+Sequences that are prefilled first decode while the others are: answers are so long that none ends before the last
+round, and every step that is measured has all rows.
 """
 
 import argparse
@@ -27,10 +29,11 @@ from ..engine import Engine, Request
 from ..errors import SettingError
 from ..memory import pairs
 from ..memory.attention import shared
+from ..memory.attention.numba import plain
 from ..memory.plan import make_plan
 from ..models import load_model
-from ..models.joined import join_products
-from ..report import table
+from ..models.joined import fuse
+from ..tables import table
 from ..units import format_size
 from .roofline import bandwidth, step_bytes
 
@@ -77,9 +80,7 @@ class Result:
 def run(arguments: argparse.Namespace) -> None:
     cases = [_case(text) for text in arguments.case or ["1x2048", "4x1024"]]
     own = bench_model(arguments.model, arguments.dtype)
-    # On a GPU mlx-lm's side has a model of its own: OneKV joins products there.
-    alike = arguments.shared or mx.default_device() == mx.cpu
-    peer = own if alike else bench_model(arguments.model, arguments.dtype, join=False)
+    peer = own if arguments.shared else bench_model(arguments.model, arguments.dtype, own=False)
     per_second = bandwidth()
     results = []
     for batch, context in cases:
@@ -100,7 +101,8 @@ def measure(
 ) -> Result:
     """Both sides on `batch` random prompts of `context` tokens, `rounds` times `tokens` tokens decoded."""
     tokens, rounds, common = arguments.tokens, arguments.rounds, min(arguments.shared, context - 1)
-    total = tokens * (rounds + 1)
+    # What the first sequence decodes while the others are prefilled, in chunks of at least 256 tokens.
+    total = tokens * (rounds + 1) + batch * (1 + context // 256 if batch > 1 else 0)
     ours = _OneKV(own, batch, context + total, arguments.block_size, common)
     generator = np.random.default_rng(context)
     prompts = generator.integers(0, ours.engine.plan.layout.vocabulary, (batch, context))
@@ -131,9 +133,10 @@ def measure(
                 next(steps)
             if repeat:
                 decode[side].append(time.perf_counter() - begin)
+    # On average over what was measured.
+    read = ours.stored() - batch * tokens * rounds // 2 - (batch - 1) * common
     del running
     median = statistics.median
-    read = common + batch * (context - common + total // 2)
     token_bytes = sum(group.token_bytes for group in ours.engine.plan.layout.groups)
     return Result(
         batch,
@@ -154,19 +157,21 @@ class _OneKV:
     def __init__(
         self, model: Module, batch: int, length: int, block_size: int, common: int, together: bool = True
     ) -> None:
-        settings = Settings(max_batch=batch, block_size=block_size, kv_memory="1GiB")
-        token_bytes = sum(g.token_bytes for g in make_plan(model, settings, None).layout.groups)
+        # A token per step on both sides. Without the prefix cache, every round computes its prompts.
+        options: dict[str, Any] = {
+            "max_batch": batch,
+            "block_size": block_size,
+            "speculate": "off",
+            "prefix_cache": common > 0,
+        }
+        probe = make_plan(model, Settings(kv_memory="1GiB", **options), None)
+        token_bytes = sum(g.token_bytes for g in probe.layout.groups)
         # Rounded up as the plan rounds down.
         blocks = -(-batch * -(-length // block_size) * block_size // 256) * 256 // block_size
-        settings = Settings(
-            max_batch=batch,
-            block_size=block_size,
-            # Without it, every round computes its prompts.
-            prefix_cache=common > 0,
-            kv_memory=max(1, blocks * block_size * token_bytes),
-        )
+        settings = Settings(kv_memory=max(1, blocks * block_size * token_bytes), **options)
         self.engine = Engine(model, make_plan(model, settings, None), set(), settings)
         self._common, self._together = common, together
+        self._requests: list[Request] = []
 
     def start(self, prompts: list[list[int]], tokens: int) -> Iterator[None]:
         """Yields each time all sequences have one token more."""
@@ -175,7 +180,7 @@ class _OneKV:
             self.engine.submit(Request(prompts[0][: self._common + 1], 1))
             while not self.engine.idle:
                 self._step()
-        requests = [Request(prompt, tokens) for prompt in prompts]
+        requests = self._requests = [Request(prompt, tokens) for prompt in prompts]
         try:
             for request in requests:
                 self.engine.submit(request)
@@ -186,14 +191,18 @@ class _OneKV:
         finally:
             self.engine.cancel(requests)
 
+    def stored(self) -> int:
+        """Tokens of all sequences."""
+        return sum(len(request.all_tokens) for request in self._requests)
+
     def _step(self) -> None:
-        # Of CUDA kernels and of MLX's operations.
-        kept = pairs.SHARED, shared.LEAST
-        pairs.SHARED = shared.LEAST = TOGETHER if self._together else 0
+        # Of CUDA kernels, of MLX's operations and of compiled loops.
+        kept = pairs.SHARED, shared.LEAST, plain.LEAST
+        pairs.SHARED = shared.LEAST = plain.LEAST = TOGETHER if self._together else 0
         try:
             self.engine.step()
         finally:
-            pairs.SHARED, shared.LEAST = kept
+            pairs.SHARED, shared.LEAST, plain.LEAST = kept
 
 
 def stock(model: Module, prompts: list[list[int]], tokens: int) -> Iterator[None]:
@@ -206,13 +215,12 @@ def stock(model: Module, prompts: list[list[int]], tokens: int) -> Iterator[None
     # With all prompts at once mlx-lm runs out of 139 GiB at 8 x 16384 tokens: its masked attention makes all scores.
     together = max(1, min(batch, 32768 // len(prompts[0])))
     generator = BatchGenerator(model, completion_batch_size=batch, prefill_batch_size=together)
-    generator.insert(prompts, max_tokens=[tokens] * batch)
-    produced = 0
-    while produced < batch * tokens:
-        before = produced // batch
-        produced += len(generator.next_generated())
-        if produced // batch > before:
-            yield
+    produced = dict.fromkeys(generator.insert(prompts, max_tokens=[tokens] * batch), 0)
+    for count in range(1, tokens + 1):
+        while min(produced.values()) < count:
+            for response in generator.next_generated():
+                produced[response.uid] += 1
+        yield
 
 
 def about(model: str) -> dict[str, Any]:
@@ -225,15 +233,16 @@ def about(model: str) -> dict[str, Any]:
     }
 
 
-def bench_model(name: str, dtype: str | None, join: bool = True) -> Module:
+def bench_model(name: str, dtype: str | None, own: bool = True) -> Module:
+    """As OneKV runs it, or as mlx-lm does, in its fastest form: unpacked on CPU, nothing joined."""
     if name != "8b":
-        return load_model(name, dtype=dtype, join=join).model
+        return load_model(name, dtype=dtype, join=own, packed=own).model
     mx.random.seed(0)
     model: Module = llama.Model(llama.ModelArgs.from_dict(SHAPE_8B))
     model.set_dtype(getattr(mx, dtype or "bfloat16"))
     mx.eval(model.parameters())
-    if join and mx.default_device() == mx.gpu:
-        join_products(model)
+    if own and mx.default_device() == mx.gpu:
+        fuse(model)
     return model
 
 

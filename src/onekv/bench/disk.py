@@ -43,8 +43,8 @@ from ..engine import Engine, Request
 from ..errors import OneKVError, SettingError
 from ..memory.plan import make_plan
 from ..prefix.offload import Offload
-from ..report import table
-from ..tiers.opening import open_tier
+from ..tables import table
+from ..tiers.opening import open_tier, stored_as
 from ..units import format_size
 from .decode import about, bench_model
 
@@ -262,7 +262,8 @@ def _writes(case: Case, engine: Engine, tokens: list[int]) -> Speed:
 def _store(case: Case, engine: Engine, folder: Path) -> tuple[float, int]:
     """Offer all that is in the pool to a new tier; seconds until it is written, and bytes."""
     prefix = engine.prefix
-    tier = open_tier(_settings(engine.plan.budget, folder), engine.plan, engine.runner.model, case.model)
+    stored = stored_as(engine.runner.model, engine.plan)
+    tier = open_tier(_settings(engine.plan.budget, folder), engine.plan, stored, case.model)
     assert tier is not None
     try:
         offload = Offload([tier], engine.memory, prefix.index, prefix.snapshots)
@@ -333,7 +334,7 @@ def _engine(case: Case, model: Module, folder: Path | None) -> Engine:
     token_bytes = sum(group.token_bytes for group in layout.groups)
     settings = _settings((case.tokens + SPARE) * token_bytes + 32 * layout.sequence_bytes, folder)
     plan = make_plan(model, settings, None)
-    tier = open_tier(settings, plan, model, case.model)
+    tier = open_tier(settings, plan, stored_as(model, plan), case.model)
     return Engine(model, plan, set(), settings, [tier] if tier is not None else [])
 
 

@@ -147,7 +147,7 @@ class Mixture:
             ("no number", json.dumps(good | {"temperature": float("nan")}).encode(), 400),
             ("deep nesting", deep, 400),
             ("unknown model", json.dumps(good | {"model": "no-such-model"}).encode(), 404),
-            ("prompt too long", json.dumps(long).encode(), 413),
+            ("prompt too long", json.dumps(long).encode(), 400),
             ("body too large", b" " * (MAX_BODY + 1), 413),
             ("wrong key", text, 401),
         ]

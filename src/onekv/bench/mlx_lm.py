@@ -22,7 +22,7 @@ from mlx_lm.models import cache as caches
 from mlx_lm.models import llama
 
 from ..mlx_lm import installed
-from ..report import table
+from ..tables import table
 from ..units import format_size
 from .decode import about
 

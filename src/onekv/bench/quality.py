@@ -1,23 +1,23 @@
-"""What the KV formats do to a model's answers: perplexity on a fixed text, and numbers found again in a long context.
+"""What the KV formats do to a model's answers: perplexity and divergence from plain KV on three kinds of text, and
+numbers found again in a long context.
 
-Both run through the engine's own memory, so what is read is what was stored.
+All run through the engine's own memory, so what is read is what was stored.
 
-    perplexity   windows of the text from its beginning, each a sequence of its own. Every token but the first of a
-                 window is predicted from the stored keys and values of those before it; prompts are read in chunks
+    texts        prose, code and JSON (`texts`), in windows from the beginning, each a sequence of its own. Every token
+                 but the first of a window is predicted from the stored keys and values of those before it; prompts are
+                 read in chunks. Perplexity says how well a text is predicted, KL and agreement (`divergence`) how far
+                 predictions are from those with plain KV, which errors in both directions do not hide
     needles      a text in which eight sentences such as "the phone number of Paris is Paris 4817" are hidden at equal
                  distances and asked for one after another: `found` counts those whose number greedy decoding gives,
                  `answers` is the mean log probability of the right numbers, which says more than a count does
-
-The text is "Alice's Adventures in Wonderland", see data/README.md.
 """
 
 import argparse
 import json
-import math
+import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,17 @@ from mlx.nn.layers.base import Module
 from ..config import Settings
 from ..engine import Engine, Request
 from ..errors import SettingError
-from ..memory.formats import names, parse
+from ..memory.formats import compared, parse
 from ..memory.layout.calibration import calibration_tokens
 from ..memory.plan import make_plan
 from ..models import load_model
-from ..report import table
+from ..tables import table
 from ..units import format_size
 from .decode import about
+from .divergence import CHUNK, read_together
+from .texts import TEXTS
 
 PLAIN = "auto"
-FORMATS = (*names(), "k8v4", "ktq4vtq2")
-# Tokens at a time; the logits of all of them are kept.
-CHUNK = 256
 PLACES = ("Paris", "London", "Madrid", "Berlin", "Vienna", "Lisbon", "Moscow", "Dublin")
 NUMBERS = ("4817", "9263", "1574", "6038", "7351", "2946", "8402", "3695")
 # A small model finds the number with the place right before it; with "the number of Paris is 4817" it finds few.
@@ -47,17 +46,31 @@ QUESTION = "\n\nRemember this: the phone number of {0} is {0}"
 
 
 @dataclass(frozen=True)
+class Text:
+    """What a format did to one text. `change` is the perplexity's against plain, `agreement` of the likeliest token
+    with plain's, both in per cent; KL in nats per token, `tail_kl` exceeded by one token in a thousand.
+    """
+
+    text: str
+    tokens: int
+    perplexity: float
+    change: float
+    mean_kl: float
+    tail_kl: float
+    agreement: float
+
+
+@dataclass(frozen=True)
 class Result:
-    """`change` is the perplexity's, against plain, in per cent; `answers` the mean log probability of an answer."""
+    """One format; `answers` is the mean log probability of an answer, if any were asked for."""
 
     format: str
     token_bytes: int
     tokens_per_gib: int
-    perplexity: float
-    change: float
+    texts: list[Text]
     found: int
     asked: int
-    answers: float
+    answers: float | None
 
 
 def asked(formats: Sequence[str]) -> list[str]:
@@ -68,57 +81,69 @@ def asked(formats: Sequence[str]) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    names = asked(arguments.format or FORMATS)
+    names = asked(arguments.format or (*compared(), "ktq4vtq2"))
     loaded = load_model(arguments.model, dtype=arguments.dtype)
-    text = alice()
-    tokens = list(loaded.tokenizer.encode(text))
-    if arguments.tokens > len(tokens):
-        raise SettingError(f"--tokens is {arguments.tokens}, but the text has {len(tokens)} tokens for this model")
+    if arguments.needle < 0:
+        raise SettingError(f"--needle is {arguments.needle}; it must be at least 0")
+    wanted = dict.fromkeys(arguments.text or TEXTS)
+    texts = {kind: _tokens(loaded.tokenizer, kind, arguments.tokens) for kind in wanted}
+    length = max(arguments.window, arguments.needle + 512)
+    calibration = calibration_tokens(loaded.tokenizer)
+    engines = [make_engine(loaded.model, name, length, arguments.kv_plain_layers, calibration) for name in names]
+    found: list[list[Text]] = [[] for _ in names]
+    for kind, tokens in texts.items():
+        print(f"reading {kind} ...", file=sys.stderr, flush=True)
+        for own, text in zip(found, compare(engines, kind, tokens, arguments.window), strict=True):
+            own.append(text)
+        print(_format_texts(names, found), file=sys.stderr, flush=True)
+    # Needles are hidden in prose.
+    hay = texts.get("prose") or _tokens(loaded.tokenizer, "prose", 0)
     results: list[Result] = []
-    for name in names:
-        print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        settings = {"plain_layers": arguments.kv_plain_layers, "window": arguments.window, "context": arguments.needle}
-        plain = results[0].perplexity if results else None
-        results.append(measure(loaded.model, loaded.tokenizer, tokens[: arguments.tokens], name, plain, **settings))
-        print(_format(results[-1:]), file=sys.stderr, flush=True)
-    print(_format(results))
+    for name, engine, own in zip(names, engines, found, strict=True):
+        print(f"looking for needles with {name} ...", file=sys.stderr, flush=True)
+        results.append(measure(engine, loaded.tokenizer, name, own, hay, arguments.needle))
+    print(_format(results), _format_texts(names, found), sep="\n\n")
     if arguments.json:
         how = {"tokens": arguments.tokens, "window": arguments.window, "needle": arguments.needle}
         how["plain_layers"] = arguments.kv_plain_layers
-        whole = {**about(arguments.model), **how, "results": [asdict(r) for r in results]}
+        about_code = {"python": platform.python_version()}
+        whole = {**about(arguments.model), **about_code, **how, "results": [asdict(r) for r in results]}
         Path(arguments.json).write_text(json.dumps(whole, indent=2) + "\n")
 
 
-def alice() -> str:
-    return files(__package__).joinpath("data/alice.txt").read_text(encoding="utf-8")
+def _tokens(tokenizer: Any, kind: str, count: int) -> list[int]:
+    """The first `count` tokens of a text; with 0, all."""
+    tokens = list(tokenizer.encode(TEXTS[kind]()))
+    if count > len(tokens):
+        raise SettingError(f"--tokens is {count}, but {kind} has {len(tokens)} tokens for this model")
+    return tokens[: count or None]
 
 
-def measure(
-    model: Module,
-    tokenizer: Any,
-    tokens: list[int],
-    name: str,
-    plain: float | None,
-    plain_layers: int,
-    window: int,
-    context: int,
-) -> Result:
-    """One format; `plain` is the perplexity to compare with."""
-    engine = make_engine(model, name, max(window, context + 512), plain_layers, calibration_tokens(tokenizer))
-    perplexity = text_perplexity(engine, tokens, window)
-    found, answers = needles(engine, tokenizer, tokens, context) if context else ([], [0.0])
+def compare(engines: list[Engine], kind: str, tokens: list[int], window: int) -> list[Text]:
+    """One text, read by all engines; the first of them is plain."""
+    tallies = read_together(engines[0], engines[1:], tokens, window)
+    plain = tallies[0].perplexity
+    return [
+        Text(
+            kind,
+            len(tally.losses),
+            tally.perplexity,
+            100 * (tally.perplexity / plain - 1),
+            tally.mean,
+            tally.tail,
+            tally.agreement,
+        )
+        for tally in tallies
+    ]
+
+
+def measure(engine: Engine, tokenizer: Any, name: str, texts: list[Text], tokens: list[int], context: int) -> Result:
+    """What a format did to `texts`, and needles hidden in `tokens`."""
+    found, answers = needles(engine, tokenizer, tokens, context) if context else ([], [])
     engine.check_integrity()
     token_bytes = sum(group.token_bytes for group in engine.plan.layout.groups)
-    return Result(
-        name,
-        token_bytes,
-        2**30 // token_bytes,
-        perplexity,
-        100 * (perplexity / plain - 1) if plain is not None else 0.0,
-        sum(found),
-        len(found),
-        sum(answers) / len(answers),
-    )
+    mean = sum(answers) / len(answers) if answers else None
+    return Result(name, token_bytes, 2**30 // token_bytes, texts, sum(found), len(found), mean)
 
 
 def make_engine(
@@ -136,35 +161,6 @@ def make_engine(
     budget = token_bytes * (length + 2 * probe.block_size) + probe.state_bytes
     settings = Settings(kv_memory=budget, **common)
     return Engine(model, make_plan(model, settings, None, calibration), set())
-
-
-def text_perplexity(engine: Engine, tokens: list[int], window: int) -> float:
-    """Over all whole windows; a part of one at the end counts if it is all there is."""
-    starts = range(0, max(1, len(tokens) - window + 1), window)
-    losses: list[float] = []
-    for start in starts:
-        losses += _losses(engine, tokens[start : start + window])
-    return math.exp(sum(losses) / len(losses))
-
-
-def _losses(engine: Engine, tokens: list[int]) -> list[float]:
-    """Minus the log probability of every token but the first, given those before it."""
-    memory = engine.memory
-    sequence = memory.open(len(tokens))
-    losses: list[float] = []
-    try:
-        while sequence.length < len(tokens):
-            start, end = sequence.length, min(sequence.length + CHUNK, len(tokens))
-            with memory.step([sequence], end - start) as caches:
-                logits = engine.runner.model(mx.array(tokens[start:end])[None], cache=caches)[0].astype(mx.float32)
-            following = mx.array(tokens[start + 1 : end + 1])
-            known = logits[: following.size]
-            chunk = mx.logsumexp(known, axis=-1) - mx.take_along_axis(known, following[:, None], axis=-1)[:, 0]
-            mx.eval(chunk, memory.arrays())
-            losses += chunk.tolist()  # type: ignore[arg-type]
-    finally:
-        memory.close(sequence)
-    return losses
 
 
 def needles(engine: Engine, tokenizer: Any, tokens: list[int], context: int) -> tuple[list[bool], list[float]]:
@@ -223,12 +219,26 @@ def _format(results: list[Result]) -> str:
             r.format,
             format_size(r.token_bytes),
             f"{r.tokens_per_gib:,}",
-            f"{r.perplexity:.3f}",
-            f"{r.change:+.2f} %",
             f"{r.found} of {r.asked}",
-            f"{r.answers:.2f}",
+            f"{r.answers:.2f}" if r.answers is not None else "",
         ]
         for r in results
     ]
-    header = ["format", "per token", "tokens per GiB", "perplexity", "change", "needles", "log p of answers"]
-    return table(rows, header)
+    return table(rows, ["format", "per token", "tokens per GiB", "needles", "log p of answers"])
+
+
+def _format_texts(names: list[str], found: list[list[Text]]) -> str:
+    rows = [
+        [
+            name,
+            text.text,
+            f"{text.perplexity:.3f}",
+            f"{text.change:+.2f} %",
+            f"{text.mean_kl:.5f}",
+            f"{text.tail_kl:.4f}",
+            f"{text.agreement:.2f} %",
+        ]
+        for index in range(len(found[0]))
+        for name, text in zip(names, (own[index] for own in found), strict=True)
+    ]
+    return table(rows, ["format", "text", "perplexity", "change", "mean KL", "99.9 % KL", "same top token"])

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from ..config import Settings
 from ..engine import Engine, Request
 from ..memory.plan import make_plan
-from ..report import table
+from ..tables import table
 from ..units import format_size, parse_size
 from .decode import about, bench_model
 
@@ -44,8 +44,9 @@ class Result:
 
 def run(arguments: argparse.Namespace) -> None:
     model = bench_model(arguments.model, arguments.dtype)
+    peer = bench_model(arguments.model, arguments.dtype, own=False)
     results = [
-        measure(model, parse_size(size, name="--size"), arguments.rounds)
+        measure(model, peer, parse_size(size, name="--size"), arguments.rounds)
         for size in arguments.size or ["50MB", "100MB", "200MB"]
     ]
     rows = [
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         Path(arguments.json).write_text(text + "\n")
 
 
-def measure(model: Module, kv_bytes: int, rounds: int) -> Result:
+def measure(model: Module, peer: Module, kv_bytes: int, rounds: int) -> Result:
     probe = make_plan(model, Settings(kv_memory="1GiB"), None)
     token_bytes = sum(group.token_bytes for group in probe.layout.groups)
     length = kv_bytes // token_bytes
@@ -77,15 +78,15 @@ def measure(model: Module, kv_bytes: int, rounds: int) -> Result:
     engine = Engine(model, make_plan(model, Settings(kv_memory=budget, max_batch=1), None), set())
     _generate(engine, prompt)
     stock = LRUPromptCache()
-    caches = make_prompt_cache(model)
-    for _ in generate_step(mx.array(prompt), model, max_tokens=1, prompt_cache=caches):
+    caches = make_prompt_cache(peer)
+    for _ in generate_step(mx.array(prompt), peer, max_tokens=1, prompt_cache=caches):
         pass
     stock.insert_cache("model", prompt, caches)
     del caches
 
     sides: tuple[Callable[[list[int]], None], ...] = (
         lambda tokens: _generate(engine, prompt + tokens),
-        lambda tokens: _generate_stock(model, stock, prompt + tokens),
+        lambda tokens: _generate_stock(peer, stock, prompt + tokens),
     )
     peaks: list[list[int]] = [[], []]
     seconds: list[list[float]] = [[], []]

@@ -13,13 +13,13 @@ from mlx.nn.layers.quantized import QuantizedEmbedding
 from ..memory.plan.workspace import weight_bytes
 
 
-def bandwidth() -> float:
-    """Bytes per second that this machine reads: the best of several tries."""
-    return _gpu_bandwidth() if mx.default_device() == mx.gpu else _cpu_bandwidth()
+def bandwidth(most: int = 2**62) -> float:
+    """Bytes per second that this machine reads: the best of several tries, with at most so many bytes of memory."""
+    return _gpu_bandwidth(most) if mx.default_device() == mx.gpu else _cpu_bandwidth(most)
 
 
-def _gpu_bandwidth() -> float:
-    array = mx.zeros((2**30,), mx.uint16)
+def _gpu_bandwidth(most: int) -> float:
+    array = mx.zeros((min(2**30, most // 4),), mx.uint16)
     mx.eval(array)
     best = 0.0
     for _ in range(10):
@@ -30,9 +30,9 @@ def _gpu_bandwidth() -> float:
     return best
 
 
-def _cpu_bandwidth() -> float:
+def _cpu_bandwidth(most: int) -> float:
     cores = os.cpu_count() or 1
-    parts = np.ones((cores, 2**25), np.float32)
+    parts = np.ones((cores, min(2**25, most // (4 * cores))), np.float32)
     best = 0.0
     with ThreadPoolExecutor(cores) as pool:
         for _ in range(10):

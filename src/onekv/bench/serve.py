@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OneKVError
-from ..models import DEFAULT_MODEL
 from ..units import format_size
 from .clients import Answer, ServerProcess, chat, http, mlx_lm_server, onekv_server, percentile, save, words
 
@@ -87,21 +86,6 @@ SHOWN = (
     ("memory: used", "used", False),
     ("memory: process", "process", False),
 )
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    def count(flag: str, default: int, text: str) -> None:
-        command.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}; default {default}")
-
-    case_help = "default agent and chats; may be given several times"
-    command.add_argument("--case", action="append", choices=sorted(CASES), help=case_help)
-    count("--turns", 20, "turns of the agent's conversation")
-    count("--clients", 8, "chats at the same time")
-    count("--rounds", 2, "each of both sides")
-    command.add_argument(
-        "--model", default=DEFAULT_MODEL, help=f"name, hub id, folder or .gguf; default {DEFAULT_MODEL}"
-    )
-    command.add_argument("--json", metavar="FILE", help="also write the figures here")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -323,7 +307,7 @@ def _medians(rounds: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _table(results: dict[str, list[dict[str, Figures]]]) -> str:
-    from ..report import table
+    from ..tables import table
 
     rows = []
     for case, rounds in results.items():

@@ -1,0 +1,46 @@
+"""`onekv bench all`: OneKV and others in all scenarios; see `suite`."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from ..errors import SettingError
+from ..units import parse_size
+from .clients import http
+
+
+def run(arguments: argparse.Namespace) -> None:
+    from ..memory.plan.device import read_device
+    from .decode import about
+    from .suite import plots, report
+    from .suite.contenders import Place, running
+    from .suite.measure import Suite, make_folders
+    from .suite.scenarios import SCENARIOS
+    from .suite.session import Sizes
+
+    http()
+    parse_size(arguments.kv_memory, whole=read_device().available, name="--kv-memory")
+    folder = Path(arguments.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(f"--out is {arguments.out!r}, which cannot be made: {error.strerror}") from error
+    others = [running(text) for text in arguments.also or ()]
+    sizes = Sizes(arguments.context, turns=arguments.turns, clients=arguments.clients)
+    names = arguments.scenario or list(SCENARIOS)
+    with tempfile.TemporaryDirectory() as files:
+        print(f"saving {arguments.model} in mlx-lm's format ...", file=sys.stderr, flush=True)
+        place = Place(arguments.model, make_folders(arguments.model, Path(files)), Path(files), arguments.kv_memory)
+        suite = Suite(names, others, arguments.rounds, sizes, place, folder / "results.json")
+        how = {"rounds": arguments.rounds, "sizes": vars(sizes), "kv_memory": arguments.kv_memory}
+        facts = {**about(arguments.model), **how}
+        complete = suite.run(facts)
+    drawn = plots.draw(folder, suite.results) if plots.available() else {}
+    report.write(folder, facts, suite.results, drawn)
+    print(report.terminal(suite.results))
+    print(f"\nwritten to {folder}: results.json, report.md, report.html{', plots' if drawn else ''}")
+    if not drawn:
+        print(plots.INSTALL, file=sys.stderr)
+    if not complete:
+        raise KeyboardInterrupt

@@ -1,0 +1,14 @@
+"""`onekv bench all`: the same scenarios for every contender, each a server in a process of its own.
+
+    contenders.py   who is measured, and how its server is started
+    watched.py      runs in the contender's process: what MLX has allocated, over time
+    timeline.py     what a server's process takes over time, and its peaks in each phase
+    session.py      one contender in one scenario
+    scenarios.py    what clients do, and what is measured
+    measure.py      rounds, interleaved; figures and their medians
+    report.py       tables, sentences, Markdown and HTML
+    plots.py        bars and timelines as SVG, in light and dark
+
+All scenarios talk HTTP, as clients do, so that any server that speaks OpenAI's API can take part. A scenario gets a
+`Session`: a fresh server of one contender, with nothing cached. Two servers never run at the same time.
+"""
