@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 Message = dict[str, Any]
 
 MAX_TOKENS = 256
-OPTIONS = ("max_tokens", *(f.name for f in fields(Sampling) if f.name != "max_tokens"), "salt", "pin")
+OPTIONS = ("max_tokens", *(f.name for f in fields(Sampling) if f.name != "max_tokens"), "salt", "pin", "prediction")
 # What the Python and Jinja code of a template raises on messages it was not made for.
 TEMPLATE_ERRORS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
 
@@ -31,6 +31,8 @@ class Options:
     sampling: Sampling
     salt: str = ""
     pin: bool = False
+    # What the answer may mostly be; empty: nobody knows.
+    prediction: Prompt = ""
 
 
 def prompts_of(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
@@ -43,21 +45,27 @@ def prompts_of(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return [one], False
 
 
-def encode(prompt: Prompt, tokenizer: Any) -> list[int]:
-    """The tokens of a prompt; without a tokenizer it must be tokens already."""
+def encode(prompt: Prompt, tokenizer: Any, name: str = "prompt", **how: Any) -> list[int]:
+    """The tokens of a prompt; without a tokenizer it must be tokens already. `how` is for the tokenizer."""
     if not isinstance(prompt, str):
         listed = isinstance(prompt, Iterable) and not isinstance(prompt, bytes)
         tokens: list[Any] = list(prompt) if listed else [None]
         if not all(isinstance(token, Integral) for token in tokens):
-            raise PromptError(f"the prompt is {str(prompt)[:80]}; it must be text or a list of token ids")
+            raise PromptError(f"the {name} is {str(prompt)[:80]}; it must be text or a list of token ids")
         return [int(token) for token in tokens]
     if not prompt:
-        raise PromptError("the prompt is empty; it must have at least one token")
+        raise PromptError(f"the {name} is empty; it must have at least one token")
     if tokenizer is None:
         raise PromptError("a text needs the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise PromptError("the prompt has half a character (a lone surrogate); it must be valid text")
-    return [int(token) for token in tokenizer.encode(prompt)]
+        raise PromptError(f"the {name} has half a character (a lone surrogate); it must be valid text")
+    return [int(token) for token in tokenizer.encode(prompt, **how)]
+
+
+def encode_prediction(prediction: Prompt, tokenizer: Any) -> list[int]:
+    """The tokens of a prediction, which goes on where the prompt ends: nothing marks its beginning."""
+    empty = isinstance(prediction, str) and not prediction
+    return [] if empty else encode(prediction, tokenizer, "prediction", add_special_tokens=False)
 
 
 def chat_tokens(name: str, tokenizer: Any, messages: list[Message], given: Mapping[str, Any] | None) -> list[int]:
@@ -86,8 +94,8 @@ def options_of(
             near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise SettingError(f"unknown option {name!r}; there are {', '.join(OPTIONS)}{hint}")
-    salt, pin = given.get("salt", ""), given.get("pin", False)
-    changes = {name: value for name, value in given.items() if name not in ("salt", "pin")}
+    salt, pin, predictions = given.get("salt", ""), given.get("pin", False), _predictions(given, count)
+    changes = {name: value for name, value in given.items() if name not in ("salt", "pin", "prediction")}
     if max_tokens is not None:
         changes["max_tokens"] = whole()(max_tokens, "--max-tokens")
     each: list[Any] = list(sampling) if isinstance(sampling, list | tuple) else [sampling or Sampling()] * count
@@ -95,4 +103,18 @@ def options_of(
         raise SettingError(f"sampling is {sampling!r}; it must be a Sampling, or one for each prompt")
     if len(each) != count:
         raise SettingError(f"sampling has {len(each)} entries for {count} prompts; give one, or one for each")
-    return [Options(replace(one, **changes) if changes else one, salt, pin) for one in each]
+    return [
+        Options(replace(one, **changes) if changes else one, salt, pin, prediction)
+        for one, prediction in zip(each, predictions, strict=True)
+    ]
+
+
+def _predictions(given: dict[str, Any], count: int) -> list[Prompt]:
+    """One for each of `count` prompts."""
+    prediction = given.get("prediction")
+    if prediction is None or (isinstance(prediction, list) and not prediction):
+        return [""] * count
+    predictions, many = prompts_of(prediction)
+    if many and len(predictions) != count:
+        raise SettingError(f"prediction has {len(predictions)} entries for {count} prompts; give one, or one for each")
+    return predictions if many else predictions * count

@@ -7,13 +7,13 @@ is cancelled, closed or dropped cancels its jobs.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 from weakref import WeakValueDictionary
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from .ask import Message, Prompt
@@ -22,7 +22,8 @@ from .engine import Delta, End, Engine, EngineThread, Event, Job, Request, Sampl
 from .errors import OneKVError, OverloadedError, SettingError
 from .inbox import Inbox, Post
 from .llm import LLM
-from .models import DEFAULT_MODEL
+from .models import DEFAULT_MODEL, LoadedModel
+from .models.sharing import compute
 
 Result = TypeVar("Result")
 AnyReader = TypeVar("AnyReader", bound="_Reader")
@@ -149,7 +150,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Module = DEFAULT_MODEL,
+        model: str | Module | LoadedModel = DEFAULT_MODEL,
         *,
         tokenizer: Any = None,
         progress: bool = True,
@@ -157,9 +158,8 @@ class AsyncLLM:
         max_wait: float = 600.0,
         **settings: Any,
     ) -> None:
-        if isinstance(model, Module):
-            # What is lazy belongs to the thread that made it.
-            mx.eval(model.parameters())
+        if isinstance(model, Module | LoadedModel):
+            compute(model if isinstance(model, Module) else model.model)
         self._make = partial(LLM, model, tokenizer=tokenizer, progress=progress, **settings)
         self._llm: LLM | None = None
         self._stopped = False
@@ -183,9 +183,12 @@ class AsyncLLM:
         """Load the model; blocks until it is ready."""
         self.thread.start()
 
-    def stop(self, grace: float = 0.0) -> None:
-        """Let requests run on for `grace` seconds, cancel the rest, close; blocks until that is done."""
-        self.thread.stop(grace)
+    def stop(self, grace: float = 0.0, step_limit: float = math.inf) -> None:
+        """Let requests run on for `grace` seconds, cancel the rest, close; blocks until that is done.
+
+        Raises StuckError if a step then takes longer than `step_limit` seconds.
+        """
+        self.thread.stop(grace, step_limit)
         self._llm, self._stopped = None, True
 
     async def __aenter__(self) -> "AsyncLLM":

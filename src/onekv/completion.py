@@ -1,8 +1,9 @@
-"""What comes of a request, whoever reads it."""
+"""What comes of a request, whoever reads it, and of questions about the cache."""
 
 from dataclasses import dataclass
 
 from .engine import Delta, End, FinishReason, Logprob, Request, Timings
+from .prefix.branch import Branch
 
 # Characters of a text in a repr.
 SHOWN = 60
@@ -24,6 +25,9 @@ class Completion:
     timings: Timings
     stopped_by: str | None = None
     logprobs: list[Logprob] | None = None
+    # Tokens that were guessed to be next, and those of them that were.
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= SHOWN else self.text[: SHOWN - 3] + "..."
@@ -32,6 +36,26 @@ class Completion:
             f"Completion({text!r}, {len(self.tokens)} tokens, {self.finish_reason or 'not ended'}, "
             f"after {self.prompt_tokens}{cached})"
         )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a prompt would find now: of its tokens so many cached, so many of those in memory, and why not more."""
+
+    tokens: int
+    cached: int
+    cached_in_memory: int
+    reason: str | None
+    # Where it leaves the cached conversation in memory that it has most in common with.
+    branch: Branch | None = None
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What clearing the cache gave back to the pool."""
+
+    blocks: int
+    bytes: int
 
 
 class Answer:
@@ -58,4 +82,6 @@ class Answer:
             timings=request.timings,
             stopped_by=end.stopped_by if end is not None else None,
             logprobs=logprobs if request.sampling.logprobs is not None else None,
+            proposed_tokens=request.proposed,
+            accepted_tokens=end.accepted if end is not None else request.accepted,
         )

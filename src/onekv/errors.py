@@ -1,4 +1,4 @@
-"""Every error a user can meet, as a type with a message for a person.
+"""Every error that a user can encounter, as a type with a message for a person.
 
 A message says what is wrong with which value, and which flag or action changes it. The command line prints the
 message alone; a traceback that reaches a user is a bug.
@@ -6,15 +6,15 @@ message alone; a traceback that reaches a user is a bug.
 
 
 class OneKVError(Exception):
-    """The base of all errors OneKV raises on purpose."""
+    """Base class of all errors that OneKV raises deliberately."""
 
 
 class SettingError(OneKVError):
-    """A setting has a value that cannot be used."""
+    """A setting has an invalid value."""
 
 
 class InstallError(OneKVError, ImportError):
-    """A part that this machine needs is not installed, or cannot be loaded."""
+    """A required package is not installed, or cannot be loaded."""
 
 
 class ModelNotFoundError(OneKVError):
@@ -22,15 +22,15 @@ class ModelNotFoundError(OneKVError):
 
 
 class ModelFormatError(OneKVError):
-    """The model's files are damaged or of a kind that is not supported."""
+    """The model's files are corrupt or of an unsupported kind."""
 
 
 class UnsupportedLayerError(OneKVError):
-    """A layer of the model keeps state in a way OneKV cannot hold."""
+    """A layer of the model keeps its state in a way that OneKV does not support."""
 
 
 class FetchError(OneKVError):
-    """A model could not be fetched: network, disk space or checksum."""
+    """A model could not be downloaded: network, disk space or checksum."""
 
 
 class MemoryBudgetError(OneKVError):
@@ -46,19 +46,27 @@ class TooLongError(MemoryBudgetError):
 
 
 class OverloadedError(OneKVError):
-    """Too many requests wait, or one has waited too long; try again after `retry_after` seconds."""
+    """The queue is full, or a request has waited too long; retry after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
+class StuckError(OneKVError):
+    """A step of the engine does not finish."""
+
+
+class ParallelError(OneKVError):
+    """The processes that share a model (ranks) cannot find each other, or do not agree."""
+
+
 class RequestFailedError(OneKVError):
-    """One request could not be finished: bad logits, a tokenizer or a model that raised."""
+    """One request could not be completed: bad logits, or the tokenizer or model raised."""
 
     @classmethod
     def internal(cls, cause: Exception) -> "RequestFailedError":
-        """For an error that is not the client's, which is told no more than that; the log has the details."""
+        """For an error that is not the client's: the client learns nothing more, the log has the details."""
         error = cls("an internal error ended this request; the log has the details")
         error.__cause__ = cause
         return error

@@ -48,6 +48,8 @@ class Inbox:
         """For `size` requests; made, read and closed in the thread of the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._post = post if post is not None else Post(self._loop)
+        # By which views of the engine name its requests, if somebody wants to know.
+        self.numbers: list[int] = []
         self._events: deque[tuple[int, Event]] = deque()
         # Requests that have not ended; the engine's thread alone changes it.
         self.open = set(range(size))

@@ -7,30 +7,35 @@ an event loop). Several streams may be open at once: whoever asks for text moves
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tqdm import tqdm
 
-from . import ask
+from . import ask, loops
 from .ask import Message, Prompt
-from .completion import Completion
+from .completion import Completion, Freed, Probe
 from .config import Settings
-from .engine import Engine, Request, Sampling, TextOutput
+from .engine import Engine, Request, Sampling, TextOutput, divergence
 from .engine.view import MemoryStats, Stats, read_stats
 from .errors import OneKVError, SettingError, TooLongError
-from .memory.attention.numba import encoded as cpu_encoded
 from .memory.figures import PoolStats
 from .memory.formats import KVFormat, parse
+from .memory.kv import KVMemory
 from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
-from .models import DEFAULT_MODEL, context_length, load_model
-from .streams import BatchStream, Driver, Stream
-from .tiers.opening import open_tier
+from .models import DEFAULT_MODEL, LoadedModel, context_length, load_for, share
+from .models.draft import WithDraft, check_vocabularies
+from .models.templates import with_template
+from .parallel import join
+from .parallel.guard import STEP_LIMIT
+from .streams import BatchStream, Driver, StoreBar, Stream
+from .tiers.base import Tier
+from .tiers.opening import open_tiers
+from .tiers.remote.opening import check as check_remote
 from .units import format_size
 
 __all__ = [
@@ -51,72 +56,75 @@ __all__ = [
 log = logging.getLogger("onekv")
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What a prompt would find now: of its tokens so many cached, so many of those in memory, and why not more."""
-
-    tokens: int
-    cached: int
-    cached_in_memory: int
-    reason: str | None
-
-
-@dataclass(frozen=True)
-class Freed:
-    """What clearing the cache gave back to the pool."""
-
-    blocks: int
-    bytes: int
-
-
-class StoreBar:
-    """Shows how far storing the cache on disk is, if that takes longer than a second."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=total, desc="to disk", unit="B", unit_scale=True, delay=1.0, disable=None)
-        self._bar.update(done - self._bar.n)
-        if done == total:
-            self._bar.close()
-
-
 class LLM:
     """A language model with all its KV in one preallocated pool.
 
     `model` is a name (`smollm2-135m`), a Hugging Face id, a folder in mlx-lm's format, a `.gguf` file (as text or a
     path), or an mlx-lm model object together with its `tokenizer`. A model object without one takes and gives token ids
-    alone: nothing but `max_tokens` ends an answer. The other keywords are the fields of `Settings`.
+    alone: nothing but `max_tokens` ends an answer. Of a name or a path, the model's own tokenizer is not loaded where
+    one is given. Of a `LoadedModel` (`models.load_for`), weights are shared with others that are made of it, and with
+    nothing else. `chat_template` (Jinja) replaces the model's own. The other keywords are the fields of `Settings`.
+
+    Under `mlx.launch` the model is sharded over all ranks (docs/scale.md). Only rank 0 gets an LLM; on the others the
+    constructor follows rank 0 and then exits. All ranks exit if a forward pass takes more than `step_limit` seconds.
     """
 
     def __init__(
         self,
-        model: str | os.PathLike[str] | Module = DEFAULT_MODEL,
+        model: str | os.PathLike[str] | Module | LoadedModel = DEFAULT_MODEL,
         *,
         tokenizer: Any = None,
+        chat_template: str | None = None,
         progress: bool = True,
+        step_limit: float = STEP_LIMIT,
         **settings: Any,
     ) -> None:
         self.settings = Settings.resolve(settings)
-        kv_format = parse(self.settings.kv_format)
+        check_remote(self.settings)
+        # Not None on rank 0 of several.
+        self._leader = join(self.settings, model, step_limit)
+        try:
+            self._open(model, tokenizer, chat_template, progress)
+        except BaseException:
+            if self._leader is not None:
+                self._leader.desert()
+            raise
+
+    def _open(
+        self,
+        model: str | os.PathLike[str] | Module | LoadedModel,
+        tokenizer: Any,
+        chat_template: str | None,
+        progress: bool,
+    ) -> None:
+        leader, kv_format = self._leader, parse(self.settings.kv_format)
         # The most tokens the model was made for, where that is known.
         self.context: int | None = None
-        if isinstance(model, str | os.PathLike):
-            loaded = load_model(os.fspath(model), dtype=self.settings.dtype, progress=progress)
-            self.name, self.model = loaded.name, loaded.model
-            self.context = context_length(loaded.config)
+        # The file or folder it is from, what its config.json says, and its name without its adapter, if it has one.
+        self.path: Path | None = None
+        self.config: dict[str, Any] = {}
+        self.base: str | None = None
+        if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+            tokenizer = TokenizerWrapper(tokenizer)
+        if isinstance(model, str | os.PathLike | LoadedModel):
+            loaded = self._load(model, tokenizer, progress)
+            self.name, self.model, self.path = loaded.name, loaded.model, loaded.path
+            self.config, self.base, self.context = loaded.config, loaded.base, context_length(loaded.config)
             tokenizer = tokenizer or loaded.tokenizer
         elif isinstance(model, Module):
+            self._check_no_adapter()
             self.name, self.model = type(model).__module__, model
         else:
             raise SettingError(f"the model is {model!r}; it must be a name, a path or an mlx-lm model")
-        if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
+        if tokenizer is not None and chat_template is not None:
+            tokenizer = with_template(tokenizer, chat_template)
         self.tokenizer: Any = tokenizer
-        calibration = calibration_tokens(tokenizer) if kv_format.centred and tokenizer is not None else ()
-        self.plan: Plan = make_plan(self.model, self.settings, self.context, calibration)
+        if self.settings.draft_model is not None:
+            self.model = self._with_draft(self.settings.draft_model, progress)
+        text = calibration_tokens(tokenizer) if tokenizer is not None and not kv_format.plain else []
+        calibration = text if kv_format.centred else ()
+        plan = make_plan if leader is None else leader.plan
+        self.plan: Plan = plan(self.model, self.settings, self.context, calibration)
         self.plan.check()
         self._warn(kv_format)
         if mx.default_device() == mx.gpu:
@@ -124,20 +132,42 @@ class LLM:
             mx.set_cache_limit(self.plan.workspace)
         self.stop_tokens: set[int] = set(tokenizer.eos_token_ids) if tokenizer is not None else set()
         self._driver: Driver | None = None
-        tier = open_tier(self.settings, self.plan, self.model, self.name)
+        tiers: list[Tier] = []
         try:
-            engine = Engine(
-                self.model,
-                self.plan,
-                self.stop_tokens,
-                self.settings,
-                [tier] if tier is not None else [],
-                StoreBar() if progress else None,
-            )
+            # The file is for the turns that a server remembers, beside the disk cache.
+            opened = open_tiers if leader is None else leader.open_tiers
+            tiers, self.turns_file = opened(self.settings, self.plan, self.model, self.name)
+            stored = StoreBar() if progress else None
+            memory = KVMemory if leader is None else leader.memory
+            engine = Engine(self.model, self.plan, self.stop_tokens, self.settings, tiers, stored, make_memory=memory)
+            # Of several ranks, none can run the model alone. What `max_kv_size` forgets, plain KV would not.
+            shown = text[: self.settings.max_kv_size] if leader is None else []
+            if shown and (told := divergence.check(engine, kv_format, shown)) is not None:
+                log.warning("onekv: %s", told)
             self._driver = Driver(engine, self.settings.check_integrity)
         finally:
-            if self._driver is None and tier is not None:
-                tier.close()
+            while tiers and self._driver is None:
+                tiers.pop().close()
+
+    def _load(self, model: str | os.PathLike[str] | LoadedModel, tokenizer: Any, progress: bool) -> LoadedModel:
+        adapter = self.settings.adapter
+        if isinstance(model, LoadedModel):
+            return share(model, self.settings.dtype, adapter)
+        if self._leader is not None:
+            return self._leader.load(os.fspath(model), self.settings, progress)
+        return load_for(os.fspath(model), self.settings, adapter=adapter, tokenizer=tokenizer, progress=progress)
+
+    def _check_no_adapter(self) -> None:
+        if self.settings.adapter is not None:
+            raise SettingError(
+                f"--adapter is {self.settings.adapter!r}, and the model is an object; give its path, or load the "
+                "adapter into it with mlx_lm.utils.load_adapters"
+            )
+
+    def _with_draft(self, name: str, progress: bool) -> WithDraft:
+        loaded = load_for(name, self.settings, progress=progress)
+        check_vocabularies(self.tokenizer, loaded.tokenizer, name)
+        return WithDraft(self.model, loaded.model)
 
     def _warn(self, kv_format: KVFormat) -> None:
         if kv_format.warning is not None:
@@ -148,8 +178,13 @@ class LLM:
                 "pass tokenizer=..., or use q8",
                 kv_format,
             )
-        if not kv_format.plain and mx.default_device() == mx.cpu and (reason := cpu_encoded.why_not()) is not None:
-            log.warning("onekv: %s", reason)
+        if mx.default_device() == mx.cpu and self.settings.kernels != "off" and (reason := loops.why_not()) is not None:
+            log.warning("onekv: %s, so decoding is slow on CPU and weights take more memory; %s", reason, loops.INSTALL)
+
+    @property
+    def ranks(self) -> int:
+        """Over how many processes the model is sharded."""
+        return 1 if self._leader is None else self._leader.ranks
 
     @property
     def driver(self) -> Driver:
@@ -188,6 +223,8 @@ class LLM:
         `options` are the fields of `Sampling` (temperature, top_p, stop, ...) and change those of `sampling`, if that
         is given; a list of prompts may have one for each. At most 256 tokens, unless `max_tokens` says otherwise.
         `salt`: only requests of the same salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
+        `prediction`: what the answer will mostly be (text or token ids; a list has one for each prompt); where it is
+        right the answer comes faster, and it is the same in any case.
         """
         requests, many = self.requests(prompt, max_tokens, sampling, options)
         pairs = [(request, self.output(request)) for request in requests]
@@ -267,7 +304,7 @@ class LLM:
     def clear_cache(self) -> Freed:
         """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
         before = self.engine.memory.stats().pools
-        self.engine.prefix.clear()
+        self.engine.clear_cache()
         after = self.engine.memory.stats().pools
         blocks = [now.free - then.free for now, then in zip(after, before, strict=True)]
         return Freed(sum(blocks), sum(n * pool.block_bytes for n, pool in zip(blocks, before, strict=True)))
@@ -335,7 +372,8 @@ class LLM:
             wanted.sampling.check_ids(self.vocabulary)
             count = ask.MAX_TOKENS if wanted.sampling.max_tokens is None else wanted.sampling.max_tokens
             tokens = ask.encode(each, self.tokenizer)
-            requests.append(Request(tokens, count, wanted.sampling, wanted.salt, wanted.pin))
+            prediction = ask.encode_prediction(wanted.prediction, self.tokenizer)
+            requests.append(Request(tokens, count, wanted.sampling, wanted.salt, wanted.pin, prediction=prediction))
         for request in requests:
             self._validate(request)
         return requests, many

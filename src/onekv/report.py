@@ -4,37 +4,28 @@ import sys
 from dataclasses import replace
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 
 from .config import Settings
 from .errors import MemoryBudgetError, UnsupportedLayerError
 from .llm import LLM, Completion, Message
-from .memory.formats import names, parse
+from .memory.formats import compared, parse
 from .memory.layout.stored import encoded
 from .memory.plan import MARGIN, Plan, make_plan
 from .memory.plan.budget import divide
-from .models import context_length, load_model
+from .models import context_length, load_for
+from .models.adapted import adapter_bytes
+from .models.draft import WithDraft
+from .tables import table
+from .tiers.remote.opening import check as check_remote
 from .units import format_size
-
-
-def table(rows: list[list[str]], header: list[str]) -> str:
-    """Columns as wide as their widest cell; the first is aligned left, the others right."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [header, ["-" * width for width in widths], *rows]
-    )
 
 
 def print_plan(name: str, settings: Settings) -> int:
     """Print the plan for a model; 1 if it does not fit."""
-    loaded = load_model(name, dtype=settings.dtype, lazy=True)
-    plan = make_plan(loaded.model, settings, context_length(loaded.config))
-    print(f"{loaded.name} on {plan.device.name}\n")
-    print(plan_table(plan))
+    title, model, context, plan = plan_of(name, settings)
+    print(f"{title} on {plan.device.name}\n")
+    print(plan_table(plan, context if settings.max_kv_size is None else None, adapter_bytes(model)))
     print("\n" + _formats_table(plan, settings))
     try:
         plan.check()
@@ -44,17 +35,34 @@ def print_plan(name: str, settings: Settings) -> int:
     return 0
 
 
-def plan_table(plan: Plan) -> str:
-    return "\n\n".join((_bytes_table(plan), _groups_table(plan), _lengths_table(plan)))
+def plan_of(name: str, settings: Settings) -> tuple[str, Module, int | None, Plan]:
+    """What a model is called, with its draft model; the model, without its weights; its context; and its plan."""
+    check_remote(settings)
+    loaded = load_for(name, settings, adapter=settings.adapter, lazy=True)
+    context, title, model = context_length(loaded.config), loaded.name, loaded.model
+    if settings.draft_model is not None:
+        draft = load_for(settings.draft_model, settings, lazy=True)
+        title, model = f"{loaded.name} with {draft.name} as its draft model,", WithDraft(model, draft.model)
+    return title, model, context, make_plan(model, settings, context)
 
 
-def _bytes_table(plan: Plan) -> str:
+def plan_table(plan: Plan, context: int | None, adapter: int = 0) -> str:
+    """Where the bytes go, and how many conversations that is, up to the longest that the model takes.
+
+    Of its weights, so many bytes may be an `adapter`'s.
+    """
+    return "\n\n".join((_bytes_table(plan, adapter), _groups_table(plan), _lengths_table(plan, context)))
+
+
+def _bytes_table(plan: Plan, adapter: int) -> str:
     rows = [
-        ["weights", format_size(plan.weights)],
+        ["weights", format_size(plan.weights - adapter)],
+        *([["adapter", format_size(adapter)]] if adapter else []),
         ["KV pool", format_size(plan.pool_bytes)],
         ["recurrent states", format_size(plan.state_bytes)],
         ["workspace of a step", format_size(plan.workspace)],
-        *([["on the way to and from disk", format_size(plan.staging)]] if plan.staging else []),
+        *([["on the way to and from disk", format_size(plan.disk_staging)]] if plan.disk_staging else []),
+        *([["on the way to and from the store", format_size(plan.remote_staging)]] if plan.remote_staging else []),
         ["margin", format_size(MARGIN)],
         ["total", format_size(plan.total)],
         ["available", format_size(plan.device.available)],
@@ -79,8 +87,10 @@ def _groups_table(plan: Plan) -> str:
     return table(rows, ["layers that keep", "layers", "per token", "blocks", "tokens"])
 
 
-def _lengths_table(plan: Plan) -> str:
+def _lengths_table(plan: Plan, context: int | None) -> str:
     lengths = [1024, 4096, 8192, 16384, 32768, 131072]
+    if context is not None:
+        lengths = [*(length for length in lengths if length < context), context]
     rows = [[f"{length:,} tokens", str(plan.conversations(length))] for length in lengths]
     return table(rows, ["conversations of", f"at once (of {plan.max_batch})"])
 
@@ -88,11 +98,11 @@ def _lengths_table(plan: Plan) -> str:
 def _formats_table(plan: Plan, settings: Settings) -> str:
     """What the same budget holds in each format."""
     chosen = str(parse(settings.kv_format))
-    compared = [*names(), "k8v4"]
-    if chosen not in [str(parse(name)) for name in compared]:
-        compared.append(chosen)
+    shown_formats = [*compared()]
+    if chosen not in [str(parse(name)) for name in shown_formats]:
+        shown_formats.append(chosen)
     rows = []
-    for name in compared:
+    for name in shown_formats:
         shown = f"{name} (this plan)" if str(parse(name)) == chosen else name
         try:
             layout = encoded(plan.layout, parse(name), settings.kv_plain_layers)
@@ -144,6 +154,7 @@ def demo() -> None:
         ]
         print(table(rows, header))
         llm.check_integrity()
+    print("\nNext: `onekv serve` (`make serve` in a checkout), then open http://127.0.0.1:8000/ in a browser.")
 
 
 def _turn(llm: LLM, completion: Completion) -> list[str]:

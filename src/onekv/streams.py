@@ -8,13 +8,29 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from tqdm import tqdm
 
 from .completion import Answer, Completion
 from .engine import Delta, End, Engine, Event, Job, Jobs, Request, TextOutput
 from .errors import OneKVError
 
 AnyReader = TypeVar("AnyReader", bound="_Reader")
+
+
+class StoreBar:
+    """Shows how far storing the cache on disk is, if that takes longer than a second."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc="to disk", unit="B", unit_scale=True, delay=1.0, disable=None)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
 
 
 class Driver:

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `512MB`, `4GiB`, `50%`."""
+"""Byte sizes as people write them: `512MB`, `4GiB`, `50%`; times as they read them."""
 
 import re
 from fractions import Fraction
@@ -14,8 +14,11 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 
 
-def parse_size(text: str | int | float, *, whole: int | None = None, name: str = "size") -> int:
-    """Bytes in `text`; a percentage is taken of `whole`. `name` is the setting, for the error message."""
+def parse_size(text: str | int | float, *, whole: int | None = None, name: str = "size", zero: bool = False) -> int:
+    """Bytes in `text`; a percentage is taken of `whole`. `name` is the setting, for the error message.
+
+    0 is a size where `zero` says so.
+    """
     if isinstance(text, Integral) and not isinstance(text, bool):
         size = int(text)
     elif isinstance(text, float) and text.is_integer():
@@ -33,7 +36,7 @@ def parse_size(text: str | int | float, *, whole: int | None = None, name: str =
             size = int(whole * number / 100)
         else:
             size = int(number * _UNITS[unit or ""])
-    if size <= 0:
+    if size < 0 or (size == 0 and not zero):
         raise SettingError(f"{name}={text!r} must be more than 0 bytes")
     return size
 
@@ -44,3 +47,11 @@ def format_size(size: float) -> str:
         if abs(size) >= scale:
             return f"{size / scale:.2f} {unit}"
     return f"{int(size)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """In the largest unit that leaves at least one of it: `5 min`, `12 s`."""
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= scale:
+            return f"{int(seconds // scale)} {unit}"
+    return f"{int(seconds)} s"

@@ -2,7 +2,9 @@
 
     __init__      the list of commands; the exit status, and errors that are for people as one line
     options       arguments that several commands share, and the way from their text to typed settings
-    generate, chat, serve, plan, demo, mlx_server, cache, sim, bench
+    asking        a server that runs, asked over HTTP
+    watch         what `top` shows
+    generate, chat, serve, launch, ps, top, load, unload, models, plan, doctor, demo, mlx_server, cache, sim, bench
                   one command each. `define` gives its parser arguments and a `run`, which reads them, has what can be
                   checked before a model is loaded checked, and passes typed values to what does the work
 
@@ -25,21 +27,33 @@ from .options import add_command
 # In the order in which `--help` lists them. The module has the name with an underscore.
 COMMANDS = {
     "generate": "complete a prompt",
-    "chat": "talk to a model; Ctrl-C stops an answer, Ctrl-D leaves",
-    "serve": "serve a model to OpenAI and Anthropic clients",
-    "plan": "show where the memory would go, without loading the model",
+    "chat": "chat with a model; Ctrl-C stops an answer, Ctrl-D exits",
+    "serve": "serve a model to OpenAI, Anthropic and Ollama clients",
+    "launch": "run a coding agent (claude, codex, opencode, aider) on a OneKV server",
+    "ps": "list the models of a running server",
+    "top": "watch a running server: memory, requests, reuse, tiers, models",
+    "load": "load a model on a running server",
+    "unload": "unload a model from a running server",
+    "models": "list, download or remove models on this machine",
+    "plan": "show a model's memory footprint without loading it",
+    "doctor": "check whether OneKV is exact, flat and fast on this machine",
     "demo": "hold a short conversation and show speed and memory",
-    "mlx-server": "mlx_lm.server with OneKV's caches: takes its flags, and --kv-memory",
-    "cache": "look into the disk cache, check it, or empty it",
-    "sim": "simulate the engine with faults, from a seed, and check that every answer is right",
-    "bench": "measure against mlx-lm, side by side",
+    "mlx-server": "mlx_lm.server with OneKV's caches: the same flags, plus --kv-memory",
+    "cache": "inspect, verify or clear the disk cache",
+    "sim": "simulate the engine from a seed, with injected faults, and check every answer",
+    "bench": "benchmark against mlx-lm, side by side",
 }
 EXAMPLES = """examples:
-  onekv chat                                        talk to the default model
-  onekv serve                                       an OpenAI- and Anthropic-compatible server
+  onekv chat                                        chat with the default model
+  onekv serve                                       serve OpenAI, Anthropic and Ollama clients
+  onekv launch claude                               Claude Code on the default model
   onekv generate "The capital of France is" --max-tokens 20
   onekv plan mlx-community/Qwen3-8B-4bit --kv-memory 4GiB
-  onekv cache ls                                    what the disk cache has
+  onekv doctor                                      is it exact, flat and fast on this machine?
+  onekv ps                                          the models of a running server
+  onekv top                                         a server's memory and requests, live
+  onekv models ls                                   the models on this machine
+  onekv cache ls                                    the contents of the disk cache
   onekv mlx-server --model mlx-community/Qwen3-8B-4bit    mlx_lm.server with OneKV's caches
   onekv bench decode --json result.json
 """
@@ -55,8 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             mlx_server.serve(given[1:])
             return 0
-        arguments = _parser(given).parse_args(given)
-        require_mlx()
+        # What comes after -- is the agent's.
+        own = given.index("--") if given[:1] == ["launch"] and "--" in given else len(given)
+        arguments = _parser(given).parse_args(given[:own], argparse.Namespace(rest=given[own + 1 :]))
+        if arguments.mlx:
+            require_mlx()
         status: int | None = arguments.run(arguments)
         return status
 
@@ -88,7 +105,7 @@ def _parser(given: list[str]) -> argparse.ArgumentParser:
     """Names all commands and knows the arguments of the one in `given`."""
     parser = argparse.ArgumentParser(
         prog="onekv",
-        description="Language models on MLX with every token's KV cache exactly once in memory.",
+        description="Language models on MLX, with every token's KV cache in memory exactly once.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

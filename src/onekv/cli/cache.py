@@ -18,24 +18,24 @@ def define(command: argparse.ArgumentParser) -> None:
     actions = command.add_subparsers(required=True, metavar="ACTION")
     text = "the models in the disk cache, with sizes and ages"
     ls = _add(actions, "ls", _ls, text, "onekv cache ls --json")
-    text = "what the disk cache takes in all, and what was written today"
+    text = "the disk cache's total size, and the bytes written today"
     stats = _add(actions, "stats", _stats, text, "onekv cache stats --disk-cache /data/kv")
     for each in (ls, stats):
         text = "print it as JSON; sizes are bytes, times are seconds since 1970"
         each.add_argument("--json", action="store_true", help=text)
-    text = "read every file, remove what is damaged or left over; exits with 1 if there was something"
+    text = "read every file and remove those that are corrupt or orphaned; exits with 1 if there were any"
     _add(actions, "verify", _verify, text, "onekv cache verify")
-    text = "remove everything, or what belongs to one model"
+    text = "remove everything, or one model's blocks"
     clear = _add(actions, "clear", _clear, text, "onekv cache clear --model smollm2-135m --yes")
-    text = "a name, or an id or its beginning, as `onekv cache ls` shows it"
+    text = "a name, or an id or id prefix, as listed by `onekv cache ls`"
     clear.add_argument("--model", metavar="NAME", help=text)
-    clear.add_argument("--yes", action="store_true", help="do not ask")
+    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _add(actions: Any, name: str, run: options.Run, text: str, example: str) -> argparse.ArgumentParser:
     command = options.add_command(actions, name, text)
     options.define(command, run, example)
-    text = f"its folder; default: OneKV's own ({variable('disk_cache')})"
+    text = f"folder of the disk cache; default: OneKV's own ({variable('disk_cache')})"
     command.add_argument("--disk-cache", metavar="DIR", help=text)
     return command
 

@@ -6,26 +6,24 @@
 
 import json
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
 from ..config import AUTO
 from ..errors import SettingError
-from ..report import table
+from ..interrupts import uninterrupted
+from ..tables import table
 from ..tiers.folder import INDEX_FILES, Folder, file_size, is_ours
 from ..tiers.maintain import IndexUnreadable, ModelUse, Report, clear, models, verify, written
 from ..tiers.opening import default_folder
-from ..units import format_size
+from ..units import format_seconds, format_size
+from .options import confirmed
 
 # Digits of a model's hash that are shown; `clear --model` takes any number of them.
 DIGITS = 8
@@ -36,9 +34,9 @@ def find(name: str) -> Path:
     """The folder that is meant. It must be a disk cache: nothing is made here."""
     folder = default_folder() if name == AUTO else Path(name).expanduser().absolute()
     if not folder.exists():
-        raise SettingError(f"there is no disk cache {folder}; give its folder with --disk-cache")
+        raise SettingError(f"there is no disk cache at {folder}; set its folder with --disk-cache")
     if not is_ours(folder):
-        raise SettingError(f"{folder} is not a disk cache of OneKV; give its folder with --disk-cache")
+        raise SettingError(f"{folder} is not a OneKV disk cache; set its folder with --disk-cache")
     return folder
 
 
@@ -116,7 +114,7 @@ def stats(folder: Path, as_json: bool) -> None:
         ["files", f"{found.files:,}"],
         ["size of the files", format_size(found.bytes)],
         ["size of the index", format_size(found.index_bytes)],
-        ["free on that disk", format_size(found.free_bytes)],
+        ["free disk space", format_size(found.free_bytes)],
         ["written today (UTC)", format_size(found.written_today_bytes)],
         ["oldest", ago(now, found.oldest)],
         ["last used", ago(now, found.last_used)],
@@ -125,14 +123,10 @@ def stats(folder: Path, as_json: bool) -> None:
 
 
 def ago(now: float, then: float | None) -> str:
-    """How long ago, in the largest unit that leaves at least one of it."""
+    """How long ago."""
     if then is None:
         return "-"
-    seconds = now - then
-    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= scale:
-            return f"{int(seconds // scale)} {unit} ago"
-    return "now" if seconds < 1 else f"{int(seconds)} s ago"
+    return "now" if now - then < 1 else f"{format_seconds(now - then)} ago"
 
 
 # Checking and emptying
@@ -147,9 +141,9 @@ def check(folder: Path) -> int:
             bar.update(done - bar.n)
 
         report = verify(folder, progress)
-    print(f"{folder}: {report.checked:,} files of {format_size(report.bytes)} were read; {_findings(report)}")
+    print(f"{folder}: {report.checked:,} files ({format_size(report.bytes)}) read; {_findings(report)}")
     for path in report.stray[:STRAY]:
-        print(f"not a file of OneKV, left alone: {path}")
+        print(f"not a OneKV file, left in place: {path}")
     if len(report.stray) > STRAY:
         print(f"and {len(report.stray) - STRAY:,} more")
     return 0 if report.sound else 1
@@ -157,22 +151,22 @@ def check(folder: Path) -> int:
 
 def _findings(report: Report) -> str:
     if report.sound:
-        return "all are sound"
-    counts = {"damaged": report.corrupt, "missing": report.missing, "left over": report.orphans}
+        return "no problems found"
+    counts = {"corrupt": report.corrupt, "missing": report.missing, "orphaned": report.orphans}
     found = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
-    return f"{found}; {format_size(report.removed_bytes)} were removed and will be computed again when needed"
+    return f"{found}; {format_size(report.removed_bytes)} removed, to be recomputed when needed"
 
 
 def empty(folder: Path, name: str | None, sure: bool) -> int | None:
     """All of it, or what belongs to the model called `name`. Asks a person who is not `sure`; 1 if the answer is no."""
     if name is not None and not name.strip():
-        raise SettingError("--model is empty; give a name or an id that `onekv cache ls` shows")
+        raise SettingError("--model is empty; use a name or an id listed by `onekv cache ls`")
     if not sure and sys.stdin.isatty() and not _confirmed(folder, name):
         print("nothing was removed")
         return 1
-    with _uninterrupted():
+    with uninterrupted():
         files, size = clear(folder, name)
-        print(f"{files:,} files of {format_size(size)} were removed from {folder}")
+        print(f"{files:,} files ({format_size(size)}) removed from {folder}")
     return None
 
 
@@ -191,25 +185,4 @@ def _confirmed(folder: Path, name: str | None) -> bool:
         return True
     if chosen:
         print(_table(chosen))
-    try:
-        return input(f"remove this from {folder}? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        print()
-        return False
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of this: a file and its row go together. Where it is ignored it stays so."""
-    waiting: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        waiting.append(number)
-
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if waiting and before != signal.SIG_IGN:
-        raise KeyboardInterrupt
+    return confirmed(f"remove this from {folder}?")

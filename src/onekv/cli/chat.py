@@ -42,7 +42,7 @@ def chat(llm: "LLM", system: str | None, sampling: options.Sampling) -> None:
     if isinstance(sys.stdin, io.TextIOWrapper):
         # A stray byte typed or pasted is no reason to end a conversation.
         sys.stdin.reconfigure(errors="replace")
-    print(f"{llm.name}. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.", file=sys.stderr)
+    print(f"{llm.name}. Ctrl-C stops an answer, /new starts over, Ctrl-D exits.", file=sys.stderr)
     while True:
         try:
             line = input("> ").strip()

@@ -23,10 +23,10 @@ def add_command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     return command
 
 
-def define(command: argparse.ArgumentParser, run: Run | None, examples: str) -> None:
-    """What it runs, and the examples at the end of its help."""
+def define(command: argparse.ArgumentParser, run: Run | None, examples: str, mlx: bool = True) -> None:
+    """What it runs, whether that needs MLX, and the examples at the end of its help."""
     command.epilog = f"example:\n  {examples}"
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, mlx=mlx)
 
 
 # Types of arguments
@@ -43,7 +43,7 @@ def readable(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         # Bytes that are no text in the user's locale arrive as characters that cannot be written back.
-        raise argparse.ArgumentTypeError(f"{text!r} is not readable text") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid text") from None
     return text
 
 
@@ -51,6 +51,18 @@ def add_count(command: argparse.ArgumentParser, name: str, default: int, unit: s
     """A flag for a number of `unit`."""
     said = f"{text}; default: {counted(default, unit)}"
     command.add_argument(name, type=count, default=default, metavar=unit.upper(), help=said)
+
+
+# Before something is removed
+
+
+def confirmed(question: str) -> bool:
+    """Whether a person says yes."""
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False
 
 
 # Settings: a flag for each, as text; `resolved` reads them back and converts them.
@@ -61,7 +73,8 @@ def add_settings(command: argparse.ArgumentParser, kind: type[SettingsBase] = Se
     for each in kind.defined():
         text = f"{each.help}; default: {each.default_text} ({variable(each.name)})"
         # A percent sign has a meaning to argparse.
-        group.add_argument(flag(each.name), metavar=each.metavar, help=text.replace("%", "%%"))
+        action = "append" if each.repeats else "store"
+        group.add_argument(flag(each.name), action=action, metavar=each.metavar, help=text.replace("%", "%%"))
 
 
 def resolved(kind: type[Kind], arguments: argparse.Namespace, file: dict[str, Any] | None = None) -> Kind:
@@ -88,12 +101,12 @@ def add_sampling(command: argparse.ArgumentParser) -> None:
     def option(name: str, kind: Callable[[str], Any], default: Any, metavar: str, text: str) -> None:
         group.add_argument(name, type=kind, default=default, metavar=metavar, help=text)
 
-    option("--max-tokens", count, 256, "TOKENS", "tokens to generate at most; default: 256 tokens")
-    option("--temperature", float, 0.0, "T", "0 takes the likeliest token; default: 0")
-    option("--top-p", float, 1.0, "P", "keep the likeliest tokens that make up the share P, 0 to 1; default: 1")
-    option("--top-k", int, 0, "TOKENS", "keep so many of the likeliest tokens; default: 0, all")
+    option("--max-tokens", count, 256, "TOKENS", "maximum tokens to generate; default: 256 tokens")
+    option("--temperature", float, 0.0, "T", "0 is greedy decoding; default: 0")
+    option("--top-p", float, 1.0, "P", "keep the likeliest tokens up to cumulative probability P, 0 to 1; default: 1")
+    option("--top-k", int, 0, "TOKENS", "keep this many of the likeliest tokens; default: 0, all")
     option("--min-p", float, 0.0, "P", "drop tokens less likely than P times the best, 0 to 1; default: 0")
-    option("--seed", int, None, "N", "makes sampling repeatable; default: none")
+    option("--seed", int, None, "N", "makes sampling reproducible; default: none")
 
 
 def sampling(arguments: argparse.Namespace) -> Sampling:

@@ -11,14 +11,14 @@ EXAMPLES = """onekv sim --seeds 100 --steps 5000
 
 def define(command: argparse.ArgumentParser) -> None:
     options.define(command, run, EXAMPLES)
-    text = "the first seed; default: any, and it is shown"
+    text = "the first seed; default: random, and printed"
     command.add_argument("--seed", type=options.count, metavar="N", help=text)
-    options.add_count(command, "--seeds", 1, "seeds", "how many, one after the other")
+    options.add_count(command, "--seeds", 1, "seeds", "number of seeds to run, one after another")
     options.add_count(command, "--steps", 5000, "steps", "of the engine, for each seed")
-    text = "begin no seed after that time; default: no limit"
+    text = "start no new seed after this time; default: no limit"
     command.add_argument("--seconds", type=options.count, metavar="SECONDS", help=text)
-    options.add_count(command, "--processes", 1, "processes", "at the same time")
-    command.add_argument("--replay", metavar="FILE", help="run the script of a seed that failed")
+    options.add_count(command, "--processes", 1, "processes", "run concurrently")
+    command.add_argument("--replay", metavar="FILE", help="rerun the recorded script of a failed seed")
 
 
 def run(arguments: argparse.Namespace) -> int:

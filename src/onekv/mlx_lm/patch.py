@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from mlx_lm.generate import BatchGenerator as StockBatchGenerator
 from mlx_lm.generate import generate_step as stock_generate_step
 from mlx_lm.models import cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlx_lm import server
 
@@ -34,6 +35,14 @@ from .turbo import TurboQuantKVCache
 from .version import check_version
 
 T = TypeVar("T")
+
+
+def keep_wired_limit() -> None:
+    """In the place of the function by which mlx-lm lets MLX wire as much memory as Metal recommends: runs of others
+    tie kernel panics of macOS to that. None tells mlx-lm that there is no limit to put back.
+    """
+
+
 _PAIRS: list[tuple[Any, Any]] = [
     (cache.KVCache, KVCache),
     (cache.BatchKVCache, BatchKVCache),
@@ -44,6 +53,7 @@ _PAIRS: list[tuple[Any, Any]] = [
     (stock_generate_step, generate_step),
     (server.ResponseGenerator, ResponseGenerator),
     (hook.stock_attention, hook.attention),
+    (maybe_set_recommended_wired_limit, keep_wired_limit),
 ]
 _ADDED = [TurboQuantKVCache]
 # What is replaced, where mlx-lm defines it; other modules of mlx-lm import it from there.
