@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import math
 from dataclasses import dataclass
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+
+from onekv.doctor import models
+from onekv.doctor.models import SEED, random_model
 
 VOCAB = 128
-SEED = 20260730
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Architecture:
     module: str
     """Name of the module in ``mlx_lm.models``."""
     config: dict[str, Any]
-    """What ``ModelArgs.from_dict`` gets, without ``model_type``."""
+    """What ``ModelArgs.from_dict`` gets; ``model_type`` is the module unless it is given."""
     caches: tuple[str, ...]
     """The stock caches in order, as :func:`cache_kind` spells them."""
     chunk_exact: bool | None = True
@@ -376,32 +374,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mimo_v2_flash": Architecture(
         "mimo_v2_flash",
         {
+            **models.KINDS["attention sinks"],
             **_LLAMA,
             "num_hidden_layers": 4,
-            "num_experts_per_tok": 2,
             "hybrid_layer_pattern": [0, 1, 0, 1],
             "moe_layer_freq": [0, 1, 0, 1],
-            "add_swa_attention_sink_bias": True,
             "add_full_attention_sink_bias": False,
             "sliding_window_size": 24,
-            "moe_intermediate_size": 32,
-            "n_shared_experts": None,
-            "n_routed_experts": 4,
-            "routed_scaling_factor": None,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "norm_topk_prob": True,
-            "n_group": 1,
-            "topk_group": 1,
-            "layernorm_epsilon": 1e-5,
-            "swa_rope_theta": 10000.0,
-            "swa_num_attention_heads": 4,
             "swa_num_key_value_heads": 4,
             "head_dim": 32,
             "v_head_dim": 16,
             "swa_head_dim": 32,
             "swa_v_head_dim": 16,
-            "partial_rotary_factor": 0.5,
         },
         (_KV, _ROT) * 2,
     ),
@@ -447,23 +431,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mamba2": Architecture(
         "mamba2",
-        {
-            "num_heads": 4,
-            "head_dim": 32,
-            "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "state_size": 32,
-            "num_hidden_layers": 2,
-            "layer_norm_epsilon": 1e-5,
-            "conv_kernel": 4,
-            "n_groups": 2,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "tie_word_embeddings": False,
-            "time_step_limit": (0.0, 100.0),
-            "time_step_rank": "auto",
-        },
+        {**models.KINDS["recurrent"], "head_dim": 32, "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128},
         (_ARR,) * 2,
     ),
     "rwkv7": Architecture(
@@ -640,19 +608,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # CacheList.
     "falcon_h1": Architecture(
         "falcon_h1",
-        {
-            **_LLAMA,
-            **_MAMBA2,
-            "mamba_d_ssm": 64,
-            "embedding_multiplier": 1.0,
-            "lm_head_multiplier": 1.0,
-            "attention_out_multiplier": 1.0,
-            "key_multiplier": 1.0,
-            "mlp_multipliers": [1.0, 1.0],
-            "ssm_multipliers": [1.0] * 5,
-            "ssm_in_multiplier": 1.0,
-            "ssm_out_multiplier": 1.0,
-        },
+        {**models.KINDS["composite"], **_LLAMA, **_MAMBA2, "mamba_d_ssm": 64},
         ("List(Arrays,KV)",) * 2,
     ),
     "baichuan_m1": Architecture(
@@ -742,64 +698,11 @@ def cache_kind(cache: Any) -> str:
     return name.removesuffix("Cache").removesuffix("KV") or "KV"
 
 
-def build(name: str) -> nn.Module:
-    """The model of ``ARCHITECTURES[name]`` with float32 weights, the same ones every time."""
+def build(name: str, **changes: Any) -> nn.Module:
+    """The model of ``ARCHITECTURES[name]``, with `changes` to its configuration; float32, always the same weights."""
     architecture = ARCHITECTURES[name]
-    module = importlib.import_module(f"mlx_lm.models.{architecture.module}")
-    mx.random.seed(SEED)
-    config = {"model_type": architecture.module, **copy.deepcopy(architecture.config)}
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    model.set_dtype(mx.float32)
-    weights = [
-        (path, _weight(path, value))
-        for path, value in sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
-    ]
-    model.update(tree_unflatten(weights))
-    model.eval()
-    mx.eval(model.parameters())
-    return model
-
-
-_CENTRES = {
-    # Recurrences that forget slowly, so that the last token still sees the first ones.
-    "A_log": -2.0,
-    "dt_bias": -2.0,
-    "dt_proj.bias": -2.0,
-    "recurrent_param": -6.0,
-    "w_lora.lora.2.bias": -4.0,
-    # Zero in mlx-lm before the weights are loaded.
-    "conv_k": 0.7,
-    "conv_v": 0.7,
-    "k_k": 1.0,
-    "k_a": 1.0,
-    "g_norm.weight": 1.0,
-    "x_r": 0.5,
-    "x_w": 0.5,
-    "x_k": 0.5,
-    "x_v": 0.5,
-    "x_a": 0.5,
-    "x_g": 0.5,
-    "r_k": 0.0,
-    "correct_output_scale": 1.0,
-}
-_PEAKED = ("q_proj", "k_proj", "qkv_proj", "W_pack", "c_attn", "wq_b", "wk")
-
-
-def _weight(path: str, value: mx.array) -> mx.array:
-    """Random values for one parameter that keep activations near unit variance."""
-    noise = mx.random.normal(value.shape)
-    for suffix, centre in _CENTRES.items():
-        if path.endswith("." + suffix):
-            return centre + 0.2 * noise
-    if value.ndim < 2:
-        # Norms keep their ones or zeros as the centre; constructors leave biases near zero.
-        return mx.round(mx.mean(value)) + 0.1 * noise
-    if "conv" in path and value.ndim == 3:
-        return noise / math.sqrt(value.shape[1] * value.shape[2])
-    if "embed" in path or path.endswith(("wte.weight", "lm_head.weight", "output.weight")):
-        return 2.0 * noise / math.sqrt(value.shape[-1])
-    gain = 1.5 if path.split(".")[-2] in _PEAKED else 1.0
-    return gain * noise / math.sqrt(value.shape[-1])
+    config = {"model_type": architecture.module, **copy.deepcopy(architecture.config), **changes}
+    return random_model(config, SEED)
 
 
 # One of each kind of memory: for what would take too long with all of them.

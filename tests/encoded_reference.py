@@ -13,36 +13,44 @@ HEADS = 3
 
 
 class Case:
-    """A pool full of encoded rows, and a step of one token for sequences of these lengths."""
+    """A pool full of encoded rows, and a step of one token for sequences of these lengths.
 
-    def __init__(self, kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, dim) -> None:
+    `forks` say where a sequence branches off another (`tables_of`), `counts` how many of a sequence's last tokens are
+    new, each of them a row.
+    """
+
+    def __init__(
+        self, kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, dim, forks=None, counts=None
+    ) -> None:
         chosen = parse(kv_format)
         mx.random.seed(sum(lengths))
         centre = Centre(mx.random.normal((HEADS, dim)), rope, "here") if rope and chosen.centred else None
         self.stored = stored = KVLayer("layer 0", HEADS, dim, dim, dtype, chosen, centre)
-        self.lengths, self.rule, self.block_size, self.dim = lengths, rule, block_size, dim
+        self.rule, self.block_size, self.dim = rule, block_size, dim
         blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
         pool = Pool(Group(rule, (stored,)), blocks, block_size)
         self.arrays = pool.layers[0]
         # Keys of a model have a part that is the same for all tokens, and large channels.
         spread = 1 + 4 * (mx.arange(dim) % 16 == 3)
-        rows = [mx.random.normal((HEADS, blocks * block_size, dim)) * spread + 1 for _ in range(2)]
-        self.arrays.all[:] = [*stored.keys.encode(rows[0]), *stored.values.encode(rows[1])]
-        self.tables = tables_of(pool, lengths)
+        k, v = (mx.random.normal((HEADS, blocks * block_size, dim)) * spread + 1 for _ in range(2))
+        self.arrays.all[:] = [*stored.keys.encode(k), *stored.values.encode(v)]
+        tables = zip(tables_of(pool, lengths, forks), lengths, counts or [1] * len(lengths), strict=True)
+        # The table and position of each row.
+        self.rows = rows = [(table, n - count + i) for table, n, count in tables for i in range(count)]
         mx.eval(self.arrays.all)
-        self.step = GroupStep(self.tables, [n - 1 for n in lengths], [1] * len(lengths), None)
-        self.queries = mx.random.normal((len(lengths), HEADS * shared, 1, dim)).astype(dtype)
+        self.step = GroupStep([table for table, _ in rows], [at for _, at in rows], [1] * len(rows), None)
+        self.queries = mx.random.normal((len(rows), HEADS * shared, 1, dim)).astype(dtype)
         self.sinks = mx.random.normal((HEADS * shared,)).astype(dtype) if with_sinks else None
-        self.new = tuple(mx.random.normal((len(lengths), HEADS, 1, dim)).astype(dtype) for _ in range(2))
+        self.new = tuple(mx.random.normal((len(rows), HEADS, 1, dim)).astype(dtype) for _ in range(2))
 
     def error(self, out: mx.array) -> float:
         """The largest difference of a kernel's output to the reference, relative to the largest output."""
-        wanted = mx.stack([self._row(row) for row in range(len(self.lengths))])
+        wanted = mx.stack([self._row(row) for row in range(len(self.rows))])
         return float(mx.abs(out.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
 
     def _row(self, row: int) -> mx.array:
         stored, arrays, size, dim = self.stored, self.arrays, self.block_size, self.dim
-        table, n, shared = self.tables[row], self.lengths[row], self.queries.shape[1] // HEADS
+        (table, at), shared = self.rows[row], self.queries.shape[1] // HEADS
         positions = [i * size + o for i in table.live() for o in range(size)]
         slots = mx.array([table.blocks[p // size] * size + p % size for p in positions])
         k = stored.keys.decode([part[:, slots] for part in arrays.keys], mx.float32)
@@ -52,7 +60,7 @@ class Case:
             k = k + stored.centre.rows(mx.array(positions), len(positions), 1)[:, :, 0].swapaxes(0, 1)
         q = self.queries[row].reshape(HEADS, shared, dim).astype(mx.float32) * dim**-0.5
         scores = (q[:, :, None] * k[:, None]).sum(axis=-1)
-        scores = mx.where(visible(self.rule, None, n - 1, mx.array(positions)), scores, -mx.inf)
+        scores = mx.where(visible(self.rule, None, at, mx.array(positions)), scores, -mx.inf)
         if self.sinks is not None:
             scores = mx.concatenate([scores, self.sinks.astype(mx.float32).reshape(HEADS, shared, 1)], axis=-1)
             v = mx.concatenate([v, mx.zeros_like(v[:, :1])], axis=1)
@@ -63,11 +71,11 @@ class Case:
         """What the kernel stores is what the codec would have stored, but for a number on the edge of two codes."""
         stored, arrays = self.stored, self.arrays
         sides = ((stored.keys, arrays.keys, self.new[0]), (stored.values, arrays.values, self.new[1]))
-        for row, (table, n) in enumerate(zip(self.tables, self.lengths, strict=True)):
-            slot = table.blocks[(n - 1) // self.block_size] * self.block_size + (n - 1) % self.block_size
+        for row, (table, at) in enumerate(self.rows):
+            slot = table.blocks[at // self.block_size] * self.block_size + at % self.block_size
             for codec, parts, rows in sides:
                 if codec is stored.keys and stored.centre is not None:
-                    rows = rows - stored.centre.rows(mx.array([n - 1] * len(rows)), len(rows), 1)
+                    rows = rows - stored.centre.rows(mx.array([at] * len(rows)), len(rows), 1)
                 encoded = codec.encode(rows[row, :, 0])
                 own = codec.decode([part[:, slot] for part in parts], mx.float32)
                 theirs = codec.decode(encoded, mx.float32)

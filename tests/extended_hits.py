@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onekv import LLM
-from onekv.bench.quality import alice
+from onekv.bench.texts import prose
 from onekv.engine import Request, Sampling
 
 MODEL = "smollm2-135m"
@@ -68,7 +68,7 @@ def longer_of(llm: LLM, first: list[Request]) -> list[list[int]]:
 
 
 def prompts_of(llm: LLM, count: int) -> list[list[int]]:
-    tokens = [int(token) for token in llm.tokenizer.encode(alice()[:100_000])]
+    tokens = [int(token) for token in llm.tokenizer.encode(prose()[:100_000])]
     return [tokens[i * 1000 : i * 1000 + PROMPT + i] for i in range(count)]
 
 

@@ -22,6 +22,7 @@ from onekv.memory.pool import Pool
 from onekv.memory.pool.blocks import Blocks
 from onekv.memory.pool.table import Table
 from onekv.prefix import restore
+from onekv.prefix.events import Unsent
 from onekv.prefix.find import Finder
 from onekv.prefix.index import Index
 from onekv.prefix.lease import Lease
@@ -29,6 +30,7 @@ from onekv.prefix.store import Store
 from onekv.sim.script import run_seed
 from onekv.tiers.limited import LimitedStore
 from onekv.tiers.reader import Load
+from onekv.tiers.remote.fetches import Fetches
 
 SEED, STEPS_PER_SEED = 5000, 600
 
@@ -46,6 +48,12 @@ MUTATIONS = {
         Table, "close", "self.pool.release(self.held)", "self.pool.release(self.held[1:])"
     ),
     "a hash without its parent": Mutation(Index, "key_after", "_hash(parent + tokens)", "_hash(tokens)"),
+    "a block that goes is not told of": Mutation(
+        Index, "remove", "self.listener is not None", "self.listener is not None and node.start"
+    ),
+    "a block that came back is told as gone": Mutation(
+        Unsent, "add", "self._since.pop(event.key, None) is None", "True"
+    ),
     "all salts share one tree": Mutation(
         Index, "root", "if salt not in self.roots:", "salt = ''\n    if salt not in self.roots:"
     ),
@@ -53,14 +61,20 @@ MUTATIONS = {
     "a part that could not be read counts as read": Mutation(
         Load, "run", "self.ended = True", "self.ended, self.problem = True, None"
     ),
+    "a block of a store is used as it comes": Mutation(
+        Fetches, "_fetch", "sealer.problem(name, content, fetch.image, fetch.address)", "None"
+    ),
+    "a block that did not come counts as read": Mutation(
+        Fetches, "read", "content is not None if f.ready", "True if f.ready"
+    ),
     "a snapshot counts at a shorter length": Mutation(
         Finder, "_pieces", "end == node.end and self._snapshots", "self._snapshots"
     ),
     "a state from the wrong boundary": Mutation(
         Lease,
         "_keep_states",
-        "self._store.memory.states_of(self.sequence))",
-        "self._store.__dict__.setdefault('_first', self._store.memory.states_of(self.sequence)))",
+        "self._store.memory.keep_states(self.sequence))",
+        "self._store.__dict__.setdefault('_first', self._store.memory.keep_states(self.sequence)))",
     ),
     "a promise is kept for ever": Mutation(Table, "close", "self.pool.unreserve(self.reserved)", "pass"),
     "a window restores without its oldest block": Mutation(
@@ -103,17 +117,18 @@ MUTATIONS = {
         "self._jobs.pop(request)",
         "self._jobs[request] if request.cached_tokens else self._jobs.pop(request)",
     ),
-    "a disk block goes to its neighbour's place": Mutation(
-        Blocks, "write", "run.rows[:, :, block]", "run.rows[:, :, block - 1]"
-    ),
+    "a disk block goes to its neighbour's place": Mutation(Blocks, "write", "rows[:, block]", "rows[:, block - 1]"),
     "a loaded sequence has one token less": Mutation(
-        Lease, "loaded", "self.sequence.length = loading.length", "self.sequence.length = loading.length - 1"
+        Lease, "loaded", "self._continue(loading.length,", "self._continue(loading.length - 1,"
     ),
     "the limit of the disk is not held": Mutation(
         LimitedStore, "make_room", "if not victims:", "return True\n        if not victims:"
     ),
     "an unpinned block stays pinned": Mutation(
         Pool, "pin", "self.pinned[block] = pinned", "self.pinned[block] = self.pinned[block] or pinned"
+    ),
+    "what is behind a row's own tokens counts": Mutation(
+        KVMemory, "step", "sequence.length += added", "sequence.length += max(counts)"
     ),
     "room is not made before blocks are taken": Mutation(
         Lease, "_extend", "self._store.make_room(group, table.lacking(end))", "pass"

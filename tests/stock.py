@@ -1,5 +1,6 @@
 """Reference runs with mlx-lm's own caches, and the same runs on OneKV's memory."""
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -8,11 +9,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from onekv.config import Settings
 from onekv.engine import Engine
+from onekv.engine.runner import Runner
 from onekv.memory.kv import KVMemory
 from onekv.memory.layout.reader import read_layout
 from onekv.memory.plan import make_plan
 from onekv.memory.pool.sequence import Sequence
-from onekv.tiers.opening import open_tier
+from onekv.tiers.opening import open_tiers
 
 
 def small_llama(seed: int, **shape: int) -> Any:
@@ -28,12 +30,12 @@ def small_llama(seed: int, **shape: int) -> Any:
 CALIBRATION = [7 * i % 61 + 1 for i in range(40)]
 
 
-def engine_of(model: Any, **settings: Any) -> Engine:
+def engine_of(model: Any, make_runner: Any = Runner, **settings: Any) -> Engine:
     """An engine with these settings, as `LLM` makes one; no token ends an answer."""
     resolved = Settings(**settings)
     plan = make_plan(model, resolved, None, CALIBRATION)
-    tier = open_tier(resolved, plan, model, "a model")
-    return Engine(model, plan, set(), resolved, [tier] if tier is not None else [])
+    tiers, _ = open_tiers(resolved, plan, model, "a model")
+    return Engine(model, plan, set(), resolved, tiers, make_runner=make_runner)
 
 
 def stock_logits(model: Any, tokens: list[int], prompt: int, chunk: int, caches: Any = None) -> mx.array:
@@ -81,3 +83,17 @@ def paged_logits(model: Any, memory: KVMemory, tokens: list[int], prompt: int, c
 
 def worst(a: mx.array, b: mx.array) -> float:
     return float(mx.abs(a - b).max())
+
+
+def check_writes_in_place(model: Any, memory: KVMemory) -> None:
+    """A prompt is stored without a second copy of the pool: nothing else refers to its arrays."""
+    sequence = memory.open(100)
+    gc.collect()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    with memory.step([sequence], 48) as caches:
+        model(mx.array([[1] * 48]), cache=caches)
+    mx.eval(memory.arrays())
+    pool = sum(array.nbytes for array in memory.arrays())
+    assert mx.get_active_memory() - before < pool / 20 and mx.get_peak_memory() - before < pool / 4
+    memory.close(sequence)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from onekv.bench.disk import _in_new_process
-from onekv.bench.soak import _save_tiny
+from onekv.bench.soak import save_tiny
 from onekv.cli import main
 from test_cli import refused
 
@@ -16,7 +16,7 @@ def test_bench_disk_writes_its_figures(capsys, tmp_path):
     model, file, place = tmp_path / "model", tmp_path / "result.json", tmp_path / "place"
     model.mkdir()
     place.mkdir()
-    argv = ["--model", _save_tiny(model), "--tokens", "200", "--rounds", "1", "--folder", str(place)]
+    argv = ["--model", save_tiny(model), "--tokens", "200", "--rounds", "1", "--folder", str(place)]
     assert main(["bench", "disk", *argv, "--json", str(file)]) == 0
     assert "first token after a restart" in capsys.readouterr().out
     result = json.loads(file.read_text())

@@ -83,3 +83,16 @@ def test_arrays_that_were_moved_are_found_again():
     one = np.ones(pool.block_bytes // 2, np.float16).tobytes()
     assert content(blocks, pool.block_bytes) == [one] * BLOCKS
     assert not any(array.any() for array in old)
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+def test_no_view_spans_memory_of_others(shapes: list[tuple[int, int, int]]) -> None:
+    """NumPy copies a source that seems to overlap again and again, and dies, if each copy lies in the view's span."""
+    pool = make_pool(shapes)
+    blocks = Blocks(pool)
+    blocks.look()
+    arrays = list(pool.arrays())
+    assert len(blocks._arrays) == len(arrays)
+    for (rows, _), array in zip(blocks._arrays, arrays, strict=True):
+        low, high = np.lib.array_utils.byte_bounds(rows)
+        assert high - low == array.nbytes

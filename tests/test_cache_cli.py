@@ -165,7 +165,7 @@ def test_looking_works_beside_a_server_and_changing_names_its_pid(run, folder):
 
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_folder_that_is_not_there_is_refused_and_not_made(run, tmp_path, action):
-    assert f"there is no disk cache {tmp_path / 'no'}" in refused(run(action, "--disk-cache", tmp_path / "no"))
+    assert f"there is no disk cache at {tmp_path / 'no'}" in refused(run(action, "--disk-cache", tmp_path / "no"))
     assert not (tmp_path / "no").exists()
 
 
@@ -175,13 +175,13 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(run, tmp_path, action, ha
     if has != "nothing":
         (tmp_path / "thesis.txt").write_text("important")
     before = everything(tmp_path)
-    assert f"{tmp_path} is not a disk cache of OneKV" in refused(run(action, "--disk-cache", tmp_path))
+    assert f"{tmp_path} is not a OneKV disk cache" in refused(run(action, "--disk-cache", tmp_path))
     assert everything(tmp_path) == before
 
 
 def test_a_file_instead_of_a_folder_is_refused(run, tmp_path):
     (tmp_path / "file").touch()
-    assert "is not a disk cache" in refused(run("ls", "--disk-cache", tmp_path / "file"))
+    assert "is not a OneKV disk cache" in refused(run("ls", "--disk-cache", tmp_path / "file"))
 
 
 # Checking
@@ -191,8 +191,8 @@ def test_verify_of_a_sound_cache(run, folder):
     before = set(files(folder))
     status, out, err = run("verify", "--disk-cache", folder)
     assert (status, err) == (0, "")
-    assert f"{folder}: 15 files of " in out
-    assert "all are sound" in out
+    assert f"{folder}: 15 files (" in out
+    assert "no problems found" in out
     assert set(files(folder)) == before
 
 
@@ -206,11 +206,11 @@ def test_verify_removes_what_is_damaged_and_says_so(run, folder):
     (some[3].parent / "mine.txt").touch()
     status, out, _ = run("verify", "--disk-cache", folder)
     assert status == 1
-    assert "1 damaged, 1 missing, 1 left over" in out
-    assert f"not a file of OneKV, left alone: {some[3].parent / 'mine.txt'}" in out
+    assert "1 corrupt, 1 missing, 1 orphaned" in out
+    assert f"not a OneKV file, left in place: {some[3].parent / 'mine.txt'}" in out
     assert not some[0].exists()
     status, out, _ = run("verify", "--disk-cache", folder)
-    assert (status, "13 files" in out, "all are sound" in out) == (0, True, True)
+    assert (status, "13 files" in out, "no problems found" in out) == (0, True, True)
 
 
 def test_a_damaged_index_is_named_by_ls_and_repaired_by_verify(run, folder):
@@ -226,7 +226,7 @@ def test_verify_shows_its_progress_on_a_terminal_alone(folder, terminal):
     checking = terminal(ONEKV, "cache", "verify", "--disk-cache", str(folder))
     checking.until("checking: ")
     checking.until("15/15")
-    checking.until("all are sound")
+    checking.until("no problems found")
 
 
 # Emptying
@@ -235,7 +235,7 @@ def test_verify_shows_its_progress_on_a_terminal_alone(folder, terminal):
 def test_clear_removes_everything_and_says_what(run, folder):
     size = sum(path.stat().st_size for path in files(folder))
     status, out, _ = run("clear", "--disk-cache", folder, "--yes")
-    assert (status, out) == (0, f"15 files of {size / 1024:.2f} KiB were removed from {folder}\n")
+    assert (status, out) == (0, f"15 files ({size / 1024:.2f} KiB) removed from {folder}\n")
     assert files(folder) == []
     assert run("verify", "--disk-cache", folder)[0] == 0
 
@@ -246,7 +246,7 @@ def test_clear_of_one_model_leaves_the_others(run, folder, by):
     if by == "id":
         wanted = next(row[1] for row in rows(run("ls", "--disk-cache", folder)[1]) if row[0] == "small")
     _, out, _ = run("clear", "--disk-cache", folder, "--model", wanted, "--yes")
-    assert out.startswith("3 files of ")
+    assert out.startswith("3 files (")
     assert [row[0] for row in rows(run("ls", "--disk-cache", folder)[1])] == ["big"]
     assert run("verify", "--disk-cache", folder)[0] == 0
 

@@ -71,7 +71,8 @@ def test_help_and_version_import_no_mlx():
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if name != "mlx-server"] + ["bench decode", "bench mlx-lm", "bench soak"]
+    "command",
+    [name for name in COMMANDS if name != "mlx-server"] + ["bench decode", "bench meet", "bench mlx-lm", "bench soak"],
 )
 def test_help_has_an_example(run, command):
     status, out, _ = run(*command.split(), "--help")
@@ -122,6 +123,12 @@ def test_plan_shows_where_the_memory_goes(run):
     assert ["1,024", "tokens", "5"] in lines
     assert ["4,096", "tokens", "1"] in lines
     assert ["8,192", "tokens", "0"] in lines
+
+
+def test_plan_counts_a_draft_model(run):
+    status, out, _ = run("plan", "--kv-memory", "256MiB", "--draft-model", "smollm2-135m")
+    assert status == 0 and "smollm2-135m with smollm2-135m as its draft model" in out
+    assert "219.64 MiB" in out and "90.00 KiB" in out
 
 
 def test_plan_that_cannot_fit_shows_the_table_and_the_reason(run):
@@ -181,8 +188,8 @@ def test_a_bad_value_is_refused_in_one_line(run, argv, text):
     ("argv", "text"),
     [
         (["generate", "Hi", "--max-tokens", "0"], "--max-tokens: '0' must be a whole number of at least 1"),
-        (["generate", "a\udcffb"], r"prompt: 'a\udcffb' is not readable text"),
-        (["chat", "--system", "\udcff"], r"--system: '\udcff' is not readable text"),
+        (["generate", "a\udcffb"], r"prompt: 'a\udcffb' is not valid text"),
+        (["chat", "--system", "\udcff"], r"--system: '\udcff' is not valid text"),
         (["generate", "Hi", "--seed", "x"], "--seed: invalid int value: 'x'"),
         (["bench", "decode", "--rounds", "0"], "--rounds: '0' must be a whole number of at least 1"),
         (["bench", "decode", "--tokens", "-4"], "--tokens: '-4' must be a whole number of at least 1"),
@@ -206,7 +213,10 @@ def test_generate_reads_the_prompt_from_standard_input(run, monkeypatch):
     assert out.endswith("\n")
 
 
-@pytest.mark.parametrize(("sent", "text"), [(b"", "the prompt is empty"), (b"ab\xff", "standard input is not text")])
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [(b"", "the prompt is empty"), (b"ab\xff", "standard input is not valid utf-8: invalid byte at offset 2")],
+)
 def test_generate_refuses_input_that_is_no_prompt(run, monkeypatch, sent, text):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8"))
     assert text in refused(run("generate", "-"))
@@ -247,7 +257,7 @@ def ask(chat: Terminal, question: str) -> str:
 def test_chat_in_a_terminal(terminal):
     """Answers stream; Ctrl-C stops an answer and not the program; /new forgets; Ctrl-D leaves."""
     chat = terminal(ONEKV, "chat", "--kv-memory", "64MiB", "--max-tokens", "300")
-    chat.until("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves.")
+    chat.until("smollm2-135m. Ctrl-C stops an answer, /new starts over, Ctrl-D exits.")
     chat.until("> ")
     question = "What is the capital of France?"
     first = ask(chat, question)
@@ -366,10 +376,11 @@ def test_demo_holds_three_turns_and_prints_a_table(run):
     assert out.count("\n> ") == 2
     lines = [line.split() for line in out.splitlines()]
     header = next(i for i, words in enumerate(lines) if words[:3] == ["turn", "prompt", "generated"])
-    turns = lines[header + 2 :]
+    turns = lines[header + 2 : header + 5]
     assert [words[0] for words in turns] == ["1", "2", "3"]
+    assert out.splitlines()[-1].startswith("Next: `onekv serve`")
     prompts = [int(words[1]) for words in turns]
     assert prompts == sorted(set(prompts))
     for words in turns:
         assert all(float(speed) > 0 for speed in words[3:5])
-        assert " ".join(words[5:9]) == "513.13 MiB 247.50 MiB"
+        assert " ".join(words[5:9]) == "109.82 MiB 247.50 MiB"

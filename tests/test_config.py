@@ -13,6 +13,8 @@ import pytest
 from onekv.cli.options import add_settings, resolved
 from onekv.config import DTYPES, Settings, flag, read_file, variable
 from onekv.errors import SettingError
+from onekv.server.model_settings import ModelSettings
+from onekv.server.models.settings import BudgetSettings
 from onekv.server.settings import ServerSettings
 
 NAMES = [f.name for f in fields(Settings)]
@@ -24,8 +26,13 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "prefill_chunk": ("100", 100, 200),
     "decode_steps": ("4", 4, 2),
     "max_kv_size": ("1024", 1024, 2048),
+    "speculate": ("lookup", "lookup", "off"),
+    "draft_model": ("small.gguf", "small.gguf", "another"),
+    "draft_tokens": ("7", 7, 3),
+    "adapter": ("adapters/sql", "adapters/sql", "another"),
     "prefix_cache": ("off", False, True),
     "dtype": ("float16", "float16", "bfloat16"),
+    "kernels": ("off", "off", "auto"),
     "kv_format": ("q8", "q8", "k8v4"),
     "kv_plain_layers": ("2", 2, 1),
     "disk_cache": ("a folder", "a folder", "auto"),
@@ -33,6 +40,11 @@ VALUES: dict[str, tuple[str, Any, Any]] = {
     "disk_policy": ("write_through", "write_through", "write_back"),
     "disk_write_budget": ("50GB", "50GB", "1GB"),
     "disk_queue": ("100MiB", "100MiB", "1GiB"),
+    "remote_tier": ("valkey://cache:6379/0", "valkey://cache:6379/0", "file:///shared"),
+    "remote_password": ("a password", "a password", "another"),
+    "tier_secret": ("a secret of some length", "a secret of some length", "none"),
+    "remote_write": ("all", "all", "off"),
+    "remote_write_rate": ("20MB", "20MB", "1GB"),
     "hot_only": ("on", True, False),
     "check_integrity": ("on", True, False),
 }
@@ -100,8 +112,8 @@ def test_help_names_flag_and_variable(name):
     assert "%%" not in text
 
 
-COUNTS = ("block_size", "max_batch", "prefill_chunk", "decode_steps", "max_kv_size")
-SIZES = ("kv_memory", "disk_limit", "disk_write_budget", "disk_queue")
+COUNTS = ("block_size", "max_batch", "prefill_chunk", "decode_steps", "max_kv_size", "draft_tokens")
+SIZES = ("kv_memory", "disk_limit", "disk_write_budget", "disk_queue", "remote_write_rate")
 SWITCHES = ("prefix_cache", "hot_only", "check_integrity")
 
 
@@ -155,6 +167,8 @@ def test_sizes_are_numbers_or_texts(name):
     [
         ("dtype", True, "--dtype is True; it must be one of float32"),
         ("disk_policy", 1, "--disk-policy is 1; it must be one of write_back"),
+        ("speculate", True, "--speculate is True; it must be one of auto, off, lookup, draft"),
+        ("speculate", "on", "--speculate is 'on'; it must be one of auto, off, lookup, draft"),
         ("kv_format", True, "--kv-format is True; it must be text"),
         ("kv_format", ["q8"], r"--kv-format is \['q8'\]; it must be text"),
         ("kv_plain_layers", -1, "--kv-plain-layers is -1; it must be a whole number of at least 0"),
@@ -162,7 +176,7 @@ def test_sizes_are_numbers_or_texts(name):
         ("disk_cache", True, "--disk-cache is True; it must be a folder"),
         ("disk_cache", 5, "--disk-cache is 5; it must be a folder"),
         ("disk_cache", b"kv", "--disk-cache is b'kv'; it must be a folder"),
-        ("disk_cache", " ", "--disk-cache is empty; give a folder, or auto"),
+        ("disk_cache", " ", "--disk-cache is empty; use a folder, or auto"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_its_name(name, value, text):
@@ -192,7 +206,7 @@ def test_settings_of_the_server_are_checked_alike(name, value, text, monkeypatch
         ServerSettings.resolve({})
 
 
-@pytest.mark.parametrize("kind", [Settings, ServerSettings])
+@pytest.mark.parametrize("kind", [Settings, ServerSettings, ModelSettings, BudgetSettings])
 def test_every_setting_says_what_it_is_and_what_its_default_is(kind):
     for each in kind.defined():
         assert each.help and each.metavar and each.default_text, each.name
@@ -252,7 +266,9 @@ def test_a_wrong_variable_loses_to_a_right_keyword(monkeypatch):
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones():
-    with pytest.raises(SettingError, match=r"unknown setting 'kv_memroy'; there are kv_memory, block_size.*") as caught:
+    with pytest.raises(
+        SettingError, match=r"unknown setting 'kv_memroy'; available: kv_memory, block_size.*"
+    ) as caught:
         Settings.resolve({"kv_memroy": "1GB"})
     assert str(caught.value).endswith("; did you mean kv_memory?")
 
@@ -260,7 +276,7 @@ def test_an_unknown_setting_is_refused_with_the_known_ones():
 def test_an_unknown_name_in_a_file_is_refused_with_a_near_one(tmp_path):
     file = tmp_path / "onekv.toml"
     file.write_text('block-size = "64"\n')
-    with pytest.raises(SettingError, match=r"sets 'block-size'; there are .*; did you mean block_size\?"):
+    with pytest.raises(SettingError, match=r"sets 'block-size'; available: .*; did you mean block_size\?"):
         read_file(str(file), NAMES)
 
 

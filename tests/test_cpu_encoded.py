@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from encoded_reference import Case
-from onekv import LLM
-from onekv.memory.attention.numba import encoded as cpu_encoded
+from onekv import LLM, loops
 from onekv.memory.attention.numba import kernel as cpu_kernel
 from onekv.memory.attention.numba.encoded import Numba, encoded_decode
 from onekv.memory.attention.turns import Turns
@@ -23,7 +22,7 @@ from rise import Rise
 from stock import engine_of, small_llama
 from test_prefix_exact import run, tokens
 
-FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4", "ktq4vq8")
+FORMATS = ("q8", "q6", "q5", "q4", "tq4", "tq3", "tq2", "k8v4", "k5v4", "ktq4vq8")
 SLOW = tuple(1.5**i for i in range(32))
 # dtype, queries per head, lengths, rule, block size, sinks, RoPE, head dim
 SHAPES = (
@@ -73,9 +72,9 @@ def test_a_row_gives_the_same_alone_and_beside_others():
     shape = ("q4", mx.float32, 3, (700, 90, 300), Rule(), 64, False, Rope(64, False, 10000.0), 64)
     together, rope = Case(*shape), shape[7]
     out = decode(together, rope)
-    for row, length in enumerate(together.lengths):
+    for row, length in enumerate(shape[3]):
         alone = Case(*shape)
-        step, table = alone.step, alone.tables[row]
+        step, table = alone.step, alone.step.tables[row]
         step.__init__([table], [length - 1], [1], None)
         alone.queries, alone.new = alone.queries[row : row + 1], tuple(new[row : row + 1] for new in alone.new)
         assert mx.array_equal(decode(alone, rope)[0], out[row])
@@ -91,12 +90,12 @@ def test_the_result_does_not_depend_on_where_arrays_lie():
         assert mx.array_equal(decode(case, rope, new=False), expected)
 
 
-@pytest.mark.parametrize("kv_format", ["q8", "q4", "tq3"])
+@pytest.mark.parametrize("kv_format", ["q8", "q5", "q4", "tq3"])
 def test_what_is_not_a_number_is_not_lost(kv_format):
     """Neither where it is stored already nor in a new token; other heads do not see it."""
     case = Case(kv_format, mx.float32, 2, (100,), Rule(), 64, False, None, 64)
     scale = np.asarray(case.arrays.all[1])
-    scale[0, case.tables[0].blocks[0] * 64 + 5] = np.nan
+    scale[0, case.step.tables[0].blocks[0] * 64 + 5] = np.nan
     del scale
     case.new[1][0, 1, 0, 7] = mx.nan
     out = decode(case, None)
@@ -120,40 +119,40 @@ def test_only_for_codes_and_block_sizes_that_the_loops_know(monkeypatch):
     assert not Numba.supports(stored, 64, "metal") and not Numba.supports(stored, 64, "cuda")
     assert not Numba.supports(stored, 18, "cpu")
     assert not Numba.supports(KVLayer("layer 0", 2, 64, 64, mx.float32, parse("kautov4")), 64, "cpu")
-    monkeypatch.setattr(cpu_encoded, "why_not", lambda: "no")
+    monkeypatch.setattr(loops, "why_not", lambda: "no")
     assert not Numba.supports(stored, 64, "cpu")
 
 
-@pytest.mark.parametrize("kv_format", ["q8", "q4", "tq4", "tq3", "tq2", "k8v4"])
+@pytest.mark.parametrize("kv_format", ["q8", "q6", "q5", "q4", "tq4", "tq3", "tq2", "k8v4"])
 def test_without_numba_decoding_is_the_same(kv_format, monkeypatch):
     """The same tokens from MLX's own operations: the code that runs where numba is not installed."""
     model = small_llama(5, num_hidden_layers=3, intermediate_size=64, num_key_value_heads=2, head_dim=64)
     prompts = [tokens(100, 1), tokens(37, 2), tokens(5, 3)]
     settings = {"kv_format": kv_format, "kv_memory": "8MB", "block_size": 16, "max_batch": 3, "prefill_chunk": 48}
     engine = engine_of(model, **settings)
-    assert engine.memory.eager
+    assert engine.memory.eager and engine.runner.compiled is not None
     expected = [request.tokens for request in run(engine, prompts, count=20)]
-    monkeypatch.setattr(cpu_encoded, "why_not", lambda: "no")
+    monkeypatch.setattr(loops, "why_not", lambda: "no")
     engine = engine_of(model, **settings)
-    assert not engine.memory.eager
+    assert not engine.memory.eager and engine.runner.compiled is None
     assert [request.tokens for request in run(engine, prompts, count=20)] == expected
 
 
-@pytest.mark.parametrize("kv_format, warnings", [("q4", 1), ("auto", 0)])
-def test_a_missing_numba_is_told(kv_format, warnings, monkeypatch, caplog):
-    why_not = cpu_encoded.why_not.__wrapped__
-    monkeypatch.setattr(cpu_encoded, "find_spec", lambda name: None)
-    monkeypatch.setattr(cpu_encoded, "why_not", why_not)
+@pytest.mark.parametrize("kv_format", ["q4", "auto"])
+def test_a_missing_numba_is_told(kv_format, monkeypatch, caplog):
+    why_not = loops.why_not.__wrapped__
+    monkeypatch.setattr(loops, "find_spec", lambda name: None)
+    monkeypatch.setattr(loops, "why_not", why_not)
     with LLM("smollm2-135m", kv_format=kv_format, kv_memory="64MB"):
         pass
     told = [record.getMessage() for record in caplog.records if "numba is not installed" in record.getMessage()]
-    assert len(told) == warnings and all("onekv[cpu]" in text for text in told)
+    assert len(told) == 1 and "onekv[cpu]" in told[0]
 
 
 def test_a_numba_that_cannot_be_imported_is_told(monkeypatch):
-    monkeypatch.setattr(cpu_encoded, "find_spec", lambda name: object())
+    monkeypatch.setattr(loops, "find_spec", lambda name: object())
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert "numba cannot be used" in cpu_encoded.why_not.__wrapped__()
+    assert "numba cannot be used" in loops.why_not.__wrapped__()
 
 
 def test_decoding_takes_no_memory_and_leaves_the_pool_where_it_is():
@@ -197,7 +196,7 @@ def in_new_process(before: str = "", **environment: str) -> str:
 
 def test_what_is_compiled_is_kept_and_said_once(tmp_path):
     assert in_new_process(NUMBA_CACHE_DIR=str(tmp_path)).count("compiling attention over encoded KV") == 1
-    assert list(tmp_path.rglob("kernel.decode*.nbi"))
+    assert list(tmp_path.rglob("kernel.decode.*.nbc"))
     assert "compiling" not in in_new_process(SLOWLY, NUMBA_CACHE_DIR=str(tmp_path))
 
 

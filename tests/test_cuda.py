@@ -1,17 +1,19 @@
-"""The CUDA kernels against attention written out in float32. Runs where there is such a device, and only there."""
+"""The CUDA kernels against attention written out in float32: on a CUDA device, or a few of the cases on the CPU."""
 
 import itertools
 
 import mlx.core as mx
 import pytest
 
+from kernels.fixtures import few_on_cpu
 from onekv.memory import pairs
-from onekv.memory.attention.cuda.plain import CudaPlain, cuda_decode
+from onekv.memory.attention.cuda.plain import Counters, CudaPlain, cuda_decode
 from onekv.memory.device import kind
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pool import Pool
 from onekv.memory.pool.table import Table
 from onekv.memory.step import GroupStep, visible
+from onekv.memory.work import Kernel
 
 CASES = [
     (dtype, dims, shared, lengths, rule, block_size)
@@ -61,13 +63,44 @@ def tables_of(pool, lengths, forks=None) -> list[Table]:
     return tables
 
 
-def error(dtype, dims, shared, lengths, rule, block_size, forks=None, with_sinks=False) -> float:
+def check_stored(arrays, before, new, slots) -> None:
+    """New rows are in their slots, and nothing else of the pool has changed."""
+    for array, old, rows in zip(arrays.all, before, new, strict=True):
+        assert mx.array_equal(array[:, mx.array(slots)], rows[:, :, 0].swapaxes(0, 1))
+        changed = (array != old).any(axis=(0, 2))
+        assert {slot for slot, is_changed in enumerate(changed.tolist()) if is_changed} <= set(slots)
+
+
+def decode_by_cuda(*arguments) -> mx.array:
+    counters = Counters()
+    out = cuda_decode(*arguments, counters)
+    mx.eval(out)
+    assert not counters.zeros.any()
+    return out
+
+
+def rows_together(k_dim, shared) -> int:
+    """Rows in a piece of work, at most."""
+    return 4 * (16 // shared)
+
+
+def error(
+    dtype,
+    dims,
+    shared,
+    lengths,
+    rule,
+    block_size,
+    forks=None,
+    with_sinks=False,
+    decode=decode_by_cuda,
+    rows_together=rows_together,
+) -> float:
     """The largest difference of the kernels' output to the reference, relative to the largest output."""
     heads, (k_dim, v_dim) = 3, dims
     blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
     pool = Pool(Group(rule, (KVLayer("x", heads, k_dim, v_dim, dtype),)), blocks, block_size)
     arrays = pool.layers[0]
-    assert CudaPlain.supports(pool.group.layers[0], block_size, kind())
     mx.random.seed(sum(lengths))
     arrays.k = mx.random.normal(arrays.k.shape).astype(dtype)
     arrays.v = mx.random.normal(arrays.v.shape).astype(dtype)
@@ -78,16 +111,19 @@ def error(dtype, dims, shared, lengths, rule, block_size, forks=None, with_sinks
     reach = step.reach(None)
     # What the kernels store, they must also read.
     new = tuple(mx.random.normal((len(lengths), heads, 1, dim)).astype(dtype) for dim in dims)
-    mx.eval(arrays.k, arrays.v, new)
+    before = [array + 0 for array in arrays.all]
+    mx.eval(arrays.all, new, before)
     if forks:
-        together, apart = (step.grid.work(heads, most).table for most in (4 * (16 // shared), 1))
+        kernels = (Kernel(heads, most, 264, 396, 2) for most in (rows_together(k_dim, shared), 1))
+        together, apart = (step.grid.work(kernel).table for kernel in kernels)
         assert int(together[3] - together[2]) < int(apart[3] - apart[2])
-    out = cuda_decode(queries, arrays, new, step.grid, step.positions, reach, k_dim**-0.5, sinks)
+    out = decode(queries, arrays, new, step.grid, step.positions, reach, k_dim**-0.5, sinks)
     mx.eval(out)
-    for row, (table, n) in enumerate(zip(tables, lengths, strict=True)):
-        slot = table.blocks[(n - 1) // block_size] * block_size + (n - 1) % block_size
-        assert mx.array_equal(arrays.k[:, slot], new[0][row, :, 0])
-        assert mx.array_equal(arrays.v[:, slot], new[1][row, :, 0])
+    slots = [
+        t.blocks[(n - 1) // block_size] * block_size + (n - 1) % block_size
+        for t, n in zip(tables, lengths, strict=True)
+    ]
+    check_stored(arrays, before, new, slots)
 
     wanted = []
     for row, (table, n) in enumerate(zip(tables, lengths, strict=True)):
@@ -107,16 +143,24 @@ def error(dtype, dims, shared, lengths, rule, block_size, forks=None, with_sinks
     return float(mx.abs(out.astype(mx.float32) - wanted).max() / mx.abs(wanted).max())
 
 
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_attend_like_the_reference(case, with_sinks):
-    assert error(*case, with_sinks=with_sinks) < (0.01 if case[0] == mx.bfloat16 else 0.002)
+def is_small(case) -> bool:
+    _, dims, _, lengths, *_ = case
+    return sum(lengths) * max(dims) <= 2**20
 
 
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("case", SHARED_CASES, ids=str)
-def test_rows_that_share_blocks_attend_like_the_reference(case, monkeypatch):
+SOME = few_on_cpu(list(itertools.product(CASES, (False, True))), 7, lambda case: is_small(case[0]))
+SOME_SHARED = few_on_cpu(SHARED_CASES, 7, lambda case: case[1] == (64, 64) or len(case[3]) < 10)
+
+
+@pytest.mark.parametrize(("case", "with_sinks"), SOME, ids=str)
+def test_kernels_attend_like_the_reference(cuda, case, with_sinks):
+    dtype, dims, _, _, _, block_size = case
+    assert CudaPlain.supports(KVLayer("x", 3, *dims, dtype), block_size, "cuda")
+    assert error(*case, with_sinks=with_sinks) < (0.01 if dtype == mx.bfloat16 else 0.002)
+
+
+@pytest.mark.parametrize("case", SOME_SHARED, ids=str)
+def test_rows_that_share_blocks_attend_like_the_reference(cuda, case, monkeypatch):
     monkeypatch.setattr(pairs, "SHARED", 256)
     assert error(*case, with_sinks=True) < (0.01 if case[0] == mx.bfloat16 else 0.002)
 

@@ -1,4 +1,6 @@
-"""The CUDA kernel over encoded blocks against attention written out in float32. Runs where there is such a device."""
+"""The CUDA kernel over encoded blocks against attention written out in float32: on a CUDA device, or a few of the cases
+on the CPU.
+"""
 
 import itertools
 
@@ -6,15 +8,18 @@ import mlx.core as mx
 import pytest
 
 from encoded_reference import Case
-from onekv.memory.attention.cuda.encoded import CudaEncoded, encoded_decode
+from kernels.fixtures import few_on_cpu
+from onekv.memory import pairs
+from onekv.memory.attention.base import Call
+from onekv.memory.attention.cuda.encoded import CudaEncoded
+from onekv.memory.attention.layer import LayerKV
 from onekv.memory.attention.turns import Turns
-from onekv.memory.device import kind
 from onekv.memory.formats import parse
 from onekv.memory.formats.centre import Rope
 from onekv.memory.layout import KVLayer, Rule
 
 DIM = 128
-FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4", "ktq4vq8")
+FORMATS = ("q8", "q6", "q5", "q4", "tq4", "tq3", "tq2", "k8v4", "k5v4", "ktq4vq8")
 SLOW = tuple(1.5**i for i in range(64))
 # Each shape with another dtype, block size, number of query heads and RoPE: a kernel is compiled for every case.
 SHAPES = (
@@ -26,21 +31,46 @@ SHAPES = (
 CASES = [(kv_format, *shape) for kv_format, shape in itertools.product(FORMATS, SHAPES)]
 
 
-def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope) -> float:
-    case = Case(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, DIM)
-    assert CudaEncoded.supports(case.stored, block_size, kind())
-    turns = Turns().starts(rope, DIM, max(lengths)) if rope else None
-    where = (case.step.grid, case.step.positions, case.step.reach(None))
-    out = encoded_decode(case.queries, case.arrays, case.stored, case.new, *where, DIM**-0.5, case.sinks, turns)
+def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, **rows) -> float:
+    case = Case(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, DIM, **rows)
+    assert CudaEncoded.supports(case.stored, block_size, "cuda")
+    backend = CudaEncoded(LayerKV(case.stored, case.arrays, Turns(), "cuda"))
+    out = backend.decode(Call(case.step, case.queries, DIM**-0.5, None, case.sinks), case.new)
     mx.eval(out)
+    if rows:
+        (work,) = case.step.grid._works.values()
+        assert work.shape.together is (rule.window is None)
     case.check_stored()
     return case.error(out)
 
 
-@pytest.mark.skipif(not mx.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_attends_like_the_reference(case):
+@pytest.mark.parametrize("case", few_on_cpu(CASES, 3, lambda case: True), ids=str)
+def test_the_kernel_attends_like_the_reference(cuda, case):
     assert error(*case) < (0.015 if case[1] == mx.bfloat16 else 0.003)
+
+
+# Rows that share 1,000 tokens, or 700 of those and 300 more; of one of them, several tokens are new.
+BRANCHES = {"forks": {row: (0, 1000) if row < 5 else (row - 3, 700) for row in range(1, 9)}}
+TOGETHER = [
+    (kv_format, *shape)
+    for kv_format, shape in itertools.product(
+        FORMATS,
+        (
+            (mx.bfloat16, 4, tuple(1100 + 37 * row for row in range(9)), Rule(), 64, True, SHAPES[0][-1], BRANCHES),
+            (mx.float16, 7, (1100, 1137, 1100), Rule(), 16, False, SHAPES[3][-1], {"forks": {1: (0, 1024)}}),
+            (mx.float16, 2, (700, 1500), Rule(), 16, True, SHAPES[0][-1], {"counts": (9, 1)}),
+            (mx.bfloat16, 8, (900, 333), Rule(window=200, keep=4), 64, False, SHAPES[2][-1], {"counts": (3, 4)}),
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize("case", few_on_cpu(TOGETHER, 3, lambda case: True), ids=str)
+def test_rows_that_read_together_attend_like_the_reference(cuda, case, monkeypatch):
+    """Of a window that has moved on nothing is shared: each row reads for itself what was stored for all."""
+    *shape, rows = case
+    monkeypatch.setattr(pairs, "SHARED", 256)
+    assert error(*shape, **rows) < (0.015 if case[1] == mx.bfloat16 else 0.003)
 
 
 def test_the_kernel_is_not_used_without_the_device_or_for_other_shapes():

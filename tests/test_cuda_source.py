@@ -1,5 +1,5 @@
-"""The CUDA kernels' sources are package data: found by name, whole, and all of them used. They are compiled elsewhere
-(`test_cuda.py`, `test_cuda_encoded.py`).
+"""The CUDA kernels' sources are package data: found by name, whole, and all of them used. They are compiled and run by
+`test_cuda.py`, `test_cuda_spread.py`, `test_cuda_encoded.py` and `test_cuda_products.py`.
 """
 
 from importlib.resources import files
@@ -7,12 +7,28 @@ from importlib.resources import files
 import mlx.core as mx
 import pytest
 
-from onekv.memory.attention import cuda
+from onekv import cuda
+from onekv.cuda import products
+from onekv.cuda.source import define, read
+from onekv.memory.attention import cuda as attention
 from onekv.memory.attention.cuda import encoded, plain
-from onekv.memory.attention.cuda.source import define, read
 
-# What MLX is asked to compile, by kernel: the files, in order.
-PARTS = {"plain": ("mma", "plain"), "encoded": ("mma", "codes", "encoded")}
+# What MLX is asked to compile, by kernel: the files of the header behind mma.cu and the constants, and of the body.
+PARTS = {
+    plain._kernel: (["rope"], ["plain", "alone"]),
+    plain._parts_kernel: (["rope"], ["together"]),
+    plain._join_kernel: ([], ["join"]),
+    plain._store_kernel: (["rope"], ["store"]),
+    encoded._kernel: (["codes"], ["encoded", "encoded_alone"]),
+    encoded._parts_kernel: (["codes"], ["encoded"]),
+    encoded._join_kernel: (["codes"], ["encoded_join"]),
+    encoded._store_kernel: (["codes"], ["encoded_store"]),
+}
+CONSTANTS = (("H", 4), ("SCALE", 0.125), ("NEW", True))
+
+
+def body_of(name) -> str:
+    return read(name, attention.__name__)
 
 
 @pytest.fixture
@@ -20,35 +36,55 @@ def compiled(monkeypatch):
     """What the kernels would give to MLX's compiler, by name."""
     asked = {}
     monkeypatch.setattr(mx.fast, "cuda_kernel", lambda **how: asked.update({how["name"]: how}))
-    for module in (plain, encoded):
-        module._kernel.cache_clear()
+    for kernel in (*PARTS, products._kernel):
+        kernel.cache_clear()
     yield asked
-    for module in (plain, encoded):
-        module._kernel.cache_clear()
+    for kernel in (*PARTS, products._kernel):
+        kernel.cache_clear()
 
 
-@pytest.mark.parametrize("module", [plain, encoded], ids=lambda module: module.__name__.rpartition(".")[2])
-def test_a_kernel_is_made_of_its_files_and_constants(module, compiled):
-    module._kernel(mx.bfloat16, (("H", 4), ("SCALE", 0.125), ("NEW", True)))
+@pytest.mark.parametrize("kernel", PARTS, ids=lambda kernel: f"{kernel.__module__}{kernel.__name__}")
+def test_a_kernel_is_made_of_its_files_and_constants(kernel, compiled):
+    kernel(mx.bfloat16, CONSTANTS)
     (how,) = compiled.values()
-    *header, body = PARTS[module.__name__.rpartition(".")[2]]
-    constants = define(mx.bfloat16, (("H", 4), ("SCALE", 0.125), ("NEW", True)))
-    assert how["header"] == read(header[0]) + constants + "".join(read(name) for name in header[1:])
-    assert how["source"] == read(body)
+    header, body = PARTS[kernel]
+    tensor_cores = "" if kernel in (plain._join_kernel, plain._store_kernel) else read("mma")
+    assert how["header"] == "".join([tensor_cores, define(mx.bfloat16, CONSTANTS), *map(body_of, header)])
+    assert how["source"] == "".join(map(body_of, body))
     # Every input that MLX passes is named in the body or in what the body calls.
     assert [name for name in how["input_names"] + how["output_names"] if name not in how["source"]] == []
 
 
+def test_a_product_has_an_output_for_each_part(compiled):
+    products._kernel(mx.float16, CONSTANTS, (64, 96, 128))
+    (how,) = compiled.values()
+    assert how["output_names"] == ["out0", "out1", "out2"] and how["source"].endswith(read("product"))
+    assert how["header"] == read("mma") + define(mx.float16, CONSTANTS)
+    assert "to = out2; column = blockIdx.x * 16 - 96; width = 32;" in how["source"]
+
+
 def test_every_file_is_used_and_included_ones_are_put_in():
-    names = {file.name.removesuffix(".cu") for file in files(cuda).iterdir() if file.name.endswith(".cu")}
-    assert names == {"mma", "codes", "place", "last", "plain", "encoded"}
-    for kernel in PARTS:
-        source = read(kernel)
-        assert "#include" not in source
-        assert 0 < source.index(read("place")[1:]) < source.index(read("last")[1:])
-    # Only whole statements were cut: the braces of every body and of every helper are balanced.
-    for name in names - {"place", "last"}:
-        assert read(name).count("{") == read(name).count("}"), name
+    names = {file.name.removesuffix(".cu") for file in files(attention).iterdir() if file.name.endswith(".cu")}
+    assert names == {name for header, body in PARTS.values() for name in header + body} | {
+        "place",
+        "queries",
+        "tile",
+        "parts",
+        "last",
+    }
+    texts = {name: body_of(name) for name in names} | {name: read(name) for name in ("mma", "product")}
+    assert {file.name for file in files(cuda).iterdir() if file.name.endswith(".cu")} == {"mma.cu", "product.cu"}
+    for name, text in texts.items():
+        # Only whole statements were cut: the braces of every body and of every helper are balanced.
+        assert "#include" not in text and text.count("{") == text.count("}"), name
+    for name, part in (
+        ("plain", "tile"),
+        ("together", "parts"),
+        ("encoded", "queries"),
+        ("encoded_alone", "last"),
+        ("alone", "last"),
+    ):
+        assert texts[part][1:] in texts[name]
 
 
 def test_constants_are_written_as_c():

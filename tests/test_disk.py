@@ -232,7 +232,7 @@ def test_two_requests_for_the_same_read_it_once(model, stored):
 
 def test_another_request_is_prefilled_while_one_loads(model, stored, monkeypatch):
     folder, prompt = stored
-    engine = make_engine(model, folder)
+    engine = make_engine(model, folder, speculate="off")
     other = prompt_of(700, 7)
     requests = [Request(prompt, 3), Request(other, 3)]
     for request in requests:
@@ -240,7 +240,7 @@ def test_another_request_is_prefilled_while_one_loads(model, stored, monkeypatch
     with monkeypatch.context() as patch:
         # No time to read anything: the disk is as slow as can be.
         patch.setattr(engine_module, "LOAD_SECONDS", -1.0)
-        for _ in range(3):
+        for _ in range(2):
             engine.step()
         assert engine.scheduler.loading == requests[:1] and engine.scheduler.prefilling == requests[1:]
         assert requests[1].sequence.length > 0

@@ -7,11 +7,12 @@ import sys
 import numpy as np
 import pytest
 
+import onekv.tiers.opening
 from onekv import LLM
 from onekv.config import Settings
 from onekv.errors import SettingError
 from onekv.memory.plan import make_plan
-from onekv.tiers.opening import default_folder, disk_limit, open_tier
+from onekv.tiers.opening import default_folder, disk_limit, open_tier, stored_as
 from stock import engine_of, small_llama
 
 
@@ -24,7 +25,7 @@ def model():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"hot_only": True, "disk_cache": "x"}, "--hot-only is on and --disk-cache is 'x'"),
+        ({"hot_only": True, "disk_cache": "x"}, "--hot-only is on, but --disk-cache is 'x'"),
         ({"prefix_cache": False, "disk_cache": "x"}, "--prefix-cache is off"),
         ({"disk_cache": " "}, "--disk-cache is empty"),
         ({"disk_policy": "sometimes"}, "--disk-policy is 'sometimes'; it must be one of write_back, write_through"),
@@ -76,16 +77,36 @@ def test_the_default_model_continues_in_another_process(smollm2_path, tmp_path):
     assert outputs[0][1:] == outputs[1][1:]
 
 
-def test_a_second_process_goes_without_the_shared_folder_and_is_refused_others(model, tmp_path, monkeypatch, caplog):
+def test_a_second_user_goes_without_the_shared_folder_and_is_refused_others(model, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ONEKV_CACHE_DIR", str(tmp_path))
     first = engine_of(model, kv_memory="80MiB", disk_cache=str(default_folder()), disk_limit="2GB")
     settings = Settings(disk_cache="auto", kv_memory="80MiB")
     plan = make_plan(model, settings, None)
-    assert open_tier(settings, plan, model, "a model") is None
+    assert open_tier(settings, plan, stored_as(model, plan), "a model") is None
     assert any(f"pid {os.getpid()}" in record.getMessage() for record in caplog.records)
-    with pytest.raises(Exception, match="is used by another process"):
+    with pytest.raises(Exception, match="is used by this process"):
         engine_of(model, kv_memory="80MiB", disk_cache=str(default_folder()), disk_limit="2GB")
     first.close()
+
+
+def test_weights_are_hashed_once_for_all_tiers(model, tmp_path, monkeypatch):
+    hashed = []
+    identity = onekv.tiers.opening.identity
+    monkeypatch.setattr(onekv.tiers.opening, "identity", lambda model: hashed.append(model) or identity(model))
+    tiers = {"disk_cache": str(tmp_path / "kv"), "disk_limit": "2GB", "remote_tier": f"file://{tmp_path}/shared"}
+    engine_of(model, kv_memory="80MiB", **tiers).close()
+    assert len(hashed) == 1
+    engine_of(model, kv_memory="80MiB").close()
+    assert len(hashed) == 1, "nor where there are no tiers"
+
+
+def test_a_store_that_cannot_be_opened_leaves_the_folder_free(model, tmp_path, monkeypatch):
+    disk = {"disk_cache": str(tmp_path / "kv"), "disk_limit": "2GB", "kv_memory": "80MiB"}
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "redis", None)
+        with pytest.raises(SettingError, match="redis is not installed"):
+            engine_of(model, remote_tier="redis://127.0.0.1:9", tier_secret="none", **disk)
+    engine_of(model, **disk).close()
 
 
 def test_close_is_allowed_twice_and_the_folder_is_free_afterwards(smollm2_path, tmp_path):

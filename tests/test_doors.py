@@ -105,7 +105,7 @@ def test_a_registered_format_can_be_that_of_one_side(absmax8, model):
 
 def test_names_of_formats_are_told_and_taken_once(absmax8):
     with pytest.raises(SettingError, match=r"tq2, absmax8,"):
-        parse("q5")
+        parse("q7")
     with pytest.raises(ValueError, match="'absmax8' cannot be a format"):
         formats.register("absmax8", lambda dim, dtype, for_keys: Absmax(dim))
     with pytest.raises(ValueError, match="'K-1' cannot be a format"):

@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "library.md").read_text()
 def test_the_examples_run_in_order(smollm2_path, capsys):
     namespace: dict[str, object] = {}
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
     for number, example in enumerate(examples):
         exec(compile(example, f"example {number} of docs/library.md", "exec"), namespace)
     printed = capsys.readouterr().out

@@ -25,7 +25,13 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTIONS = packages_distributions()
 
 # Which extra the modules of a room may import when they are imported themselves; all others have the core alone.
-ROOMS = {"server": "server", "memory/attention/numba/kernel.py": "cpu"}
+KERNELS = (
+    *("memory/attention/numba/kernel", "memory/attention/numba/plain_kernel"),
+    *("loops/product_kernel", "loops/prompt_kernel", "loops/tape_kernel"),
+)
+ROOMS = {"server/events/publisher.py": "events", "server": "server", "cli/watch/app.py": "top"} | {
+    f"{kernel}.py": "cpu" for kernel in KERNELS
+}
 # Which group of development tools a room may import inside functions.
 TOOLS = {"bench": "dev"}
 # Needed although nothing imports them.
@@ -105,8 +111,8 @@ def test_every_requirement_is_imported() -> None:
         ("server/new.py", "from starlette import responses", []),
         ("server/new.py", "import pytest", ["imports pytest"]),
         ("bench/new.py", "import httpx2", ["imports httpx2"]),
-        ("bench/new.py", "def run():\n    import httpx2", []),
-        ("memory/new.py", "def run():\n    import httpx2", ["imports httpx2 (inside a function)"]),
+        ("bench/new.py", "def run():\n    import openai", []),
+        ("memory/new.py", "def run():\n    import openai", ["imports openai (inside a function)"]),
         ("memory/new.py", "import nowhere", ["imports nowhere"]),
     ],
 )

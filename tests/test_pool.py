@@ -124,3 +124,16 @@ def test_a_ring_keeps_its_whole_reservation():
     for position in range(16, 200):
         table.advance(position, 1)
         assert pool.available == 40 - promised
+
+
+def test_a_copy_waits_until_mlx_has_let_go_of_what_it_read(monkeypatch):
+    """Its thread may still hold the pool when it has said that it is done, and the write would copy all of it."""
+    pool = make_pool(8)
+    pool.reserve(2)
+    source, target = pool.take(2, None, 0)
+    done = []
+    evaluate, synchronize = mx.eval, mx.synchronize
+    monkeypatch.setattr(mx, "eval", lambda *arrays: done.append("eval") or evaluate(*arrays))
+    monkeypatch.setattr(mx, "synchronize", lambda: done.append("synchronize") or synchronize())
+    pool.copy(source, target)
+    assert done == ["synchronize", "eval", "synchronize", "eval", "synchronize"]

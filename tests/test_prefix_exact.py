@@ -87,6 +87,34 @@ def test_a_state_is_never_used_at_another_length(name):
     assert warm.prefix.stats().misses["no snapshot at that length"] == 1
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2"])
+def test_thinking_that_is_dropped_costs_its_own_turn(name):
+    """As a template does when a new question comes: all thinking since the last one is left out."""
+    model, end, header, think = build(name), 1, [2, 3], [4, 6]
+    warm = make_engine(model)
+    warm.stop_tokens = {end}
+
+    def message(length: int, seed: int) -> list[int]:
+        return [*(5 + token % (VOCAB - 6) for token in tokens(length, seed)), end]
+
+    # The answer begins within the last block of the prompt, after the block that ends with the question.
+    question = message(40, 1) + message(4 * BLOCK - 41 - 1 - 3, 2)
+    prompt = question + header + think
+    assert len(question) // BLOCK == 3 and (len(prompt) - 1) // BLOCK == 4
+    for seed in range(3):
+        thought, call, result = message(25, 10 + seed)[:-1], message(6, 20 + seed), message(9, 30 + seed)
+        run(warm, [prompt], count=2)
+        # The model calls a tool and goes on, its thinking kept.
+        prompt = prompt + thought + call + result + header + think
+        run(warm, [prompt], count=2)
+        # Then it is dropped, and the next question is asked.
+        kept = question
+        question = kept + header + call + result + message(9, 40 + seed)
+        prompt = question + header + think
+        request = run(warm, [prompt], count=2)[0]
+        assert request.cached_tokens >= len(kept) // BLOCK * BLOCK
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next", "falcon_h1", "gpt_oss"])
 def test_every_full_block_of_the_turn_before_hits(name):
     model = build(name)

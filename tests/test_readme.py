@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from onekv.config import Settings, flag
+from onekv.server.model_settings import ModelSettings
+from onekv.server.models.settings import BudgetSettings
 from onekv.server.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +54,18 @@ def of_decode(file: str) -> list[str]:
     ]
 
 
+def of_shared(file: str) -> list[str]:
+    (case,) = recorded(file)["results"]
+    assert case["batch"] == 8
+    return [f"{case['shared']:,}", f"{case['decode_ratio']:.2f}"]
+
+
+def of_speculate(file: str) -> list[str]:
+    about = recorded(file)
+    assert all(case["same_tokens"] for case in about["results"])
+    return [f"{about['summary'][kind]:.2f}" for kind in ("copy", "free")]
+
+
 def of_disk(file: str) -> list[str]:
     restart = recorded(file)["restart"]
     return [f"{restart['cached_tokens']:,}", f"{restart['seconds']:.1f}", f"{restart['seconds_cold']:.1f}"]
@@ -72,15 +86,19 @@ def of_serve(file: str) -> list[str]:
 
 def of_h200(file: str) -> list[str]:
     lines = (ROOT / "benchmarks" / file).read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    ratios = {row[0]: row[6] for row in rows if len(row) == 8}
-    found = []
-    for batch, context in ((1, 2048), (8, 4096), (8, 16384)):
-        found += [ratios[f"{batch} x {context}"], f"{context:,}"]
-    return found
+    (row,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| 8 x 4096 |"))
+    return [row[6], row[3], "4,096"]
 
 
-LINES = {"cpu-reuse": of_reuse, "cpu-decode": of_decode, "disk": of_disk, "serve": of_serve, "h200": of_h200}
+LINES = {
+    "cpu-reuse": of_reuse,
+    "cpu-decode": of_decode,
+    "cpu-shared": of_shared,
+    "cpu-speculate": of_speculate,
+    "disk": of_disk,
+    "serve": of_serve,
+    "h200": of_h200,
+}
 
 
 def measured() -> list[str]:
@@ -103,10 +121,10 @@ def test_no_figure_stands_outside_those_lines():
 
 
 def test_the_decode_rows_of_the_benchmarks_page():
-    for case in recorded("cpu-decode-2026-11-15.json")["results"]:
+    for case in recorded("cpu-decode-2026-11-16.json")["results"]:
         shape = f"{case['batch']} x {case['context']} tokens"
         for kind, digits in (("decode", 1), ("prefill", 0)):
-            speed, other = (f"{case[f'{kind}_{side}']:.{digits}f}" for side in ("tokens_per_s", "mlx_lm"))
+            speed, other = (f"{case[f'{kind}_{side}']:.{digits}f}" for side in ("tokens_per_s", "peer"))
             assert f"| {kind}, {shape} | {speed} tokens/s | {other} | {case[f'{kind}_ratio']:.2f} |" in BENCHMARKS
 
 
@@ -122,4 +140,5 @@ def test_tables_of_settings_are_those_of_the_definitions(name):
 
 def test_every_setting_is_in_a_table():
     flags = re.findall(r"^\| `(--[a-z-]+) ", "".join((ROOT / name).read_text() for name in TABLES), re.MULTILINE)
-    assert set(flags) == {flag(name) for name in (*Settings.names(), *ServerSettings.names())}
+    kinds = (Settings, ServerSettings, ModelSettings, BudgetSettings)
+    assert set(flags) == {flag(name) for kind in kinds for name in kind.names()}

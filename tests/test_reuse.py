@@ -50,6 +50,23 @@ def test_continuing_raises_the_peak_by_less_than_a_block_and_a_layer(model, size
     engine.check_integrity()
 
 
+def test_branching_off_raises_the_peak_by_no_more_than_a_block_and_a_layer(model):
+    """Its own blocks lie elsewhere than the prefix it shares, so each layer reads a copy: one at a time."""
+    engine = Engine(model, make_plan(model, Settings(kv_memory=80 * MB, max_batch=1), None), set())
+    pool = engine.memory.pools[0]
+    length = 50 * MB // (pool.block_bytes // pool.block_size)
+    prompt = random_tokens(length, 1)
+    generate(engine, [*prompt, *random_tokens(100, 2)])
+    level = mx.get_active_memory()
+    mx.reset_peak_memory()
+    branch = generate(engine, [*prompt, *random_tokens(20, 3)])
+    assert branch.cached_tokens >= length
+    # The copy, and what is computed of it.
+    one_layer = 50 * MB // len(pool.layers)
+    assert mx.get_peak_memory() - level < pool.block_bytes + 2 * one_layer
+    engine.check_integrity()
+
+
 def test_mlx_lm_copies_the_whole_conversation(model):
     """The fault this project started from, so that the test above is known to measure it."""
     prompt, cache = random_tokens(800, 1), make_prompt_cache(model)

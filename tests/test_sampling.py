@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from architectures import VOCAB, build
 from onekv import LLM, Sampling
+from onekv.engine.sampling import _first_largest, _peaks
 from onekv.errors import PromptError, RequestFailedError, SettingError
 
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(1, VOCAB, 20)]
@@ -247,3 +248,14 @@ def test_chat_template_kwargs_reach_the_template(smollm):
     broken = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
     with pytest.raises(PromptError, match="does not take these messages: roles must alternate"):
         smollm.chat(messages, chat_template_kwargs=broken)
+
+
+@pytest.mark.parametrize("vocabulary", [128, 100, 97, 32 * 50])
+def test_the_largest_logit_is_found_part_by_part(vocabulary):
+    """As MLX finds it in the whole row: of equal ones the first."""
+    mx.random.seed(vocabulary)
+    # Few different numbers, so that many are the largest.
+    logits = mx.random.randint(0, 4, (40, vocabulary)).astype(mx.bfloat16)
+    assert mx.array_equal(_first_largest(logits, _peaks(logits)), mx.argmax(logits, axis=-1))
+    logits[3, vocabulary // 2] = mx.nan
+    assert mx.isnan(_peaks(logits).max(axis=-1)).tolist() == [row == 3 for row in range(40)]

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from onekv.engine.request import Request
-from onekv.engine.scheduler import Scheduler
+from onekv.engine.scheduler import TURNS, Scheduler
 
 
 def make(count: int, scheduler: Scheduler) -> list[Request]:
@@ -22,9 +22,6 @@ def test_requests_are_admitted_in_the_order_in_which_they_came():
     scheduler = Scheduler(max_batch=2, decode_steps=1)
     first, second, third = make(3, scheduler)
     assert scheduler.to_admit() is first
-    scheduler.move(first, "prefilling")
-    # One prompt at a time.
-    assert scheduler.to_admit() is None
     scheduler.move(first, "running")
     assert scheduler.to_admit() is second
     scheduler.move(second, "loading")
@@ -73,7 +70,7 @@ def test_a_prompt_gets_a_chunk_after_so_many_tokens_of_the_others(decode_steps):
         chunk = scheduler.to_prefill()
         steps.append(chunk is newcomer)
         if chunk is not None:
-            scheduler.chunk_stored()
+            scheduler.chunk_stored(chunk)
         scheduler.tokens_decoded()
     chunks = [step for step, chunk in enumerate(steps) if chunk]
     assert {b - a for a, b in itertools.pairwise(chunks)} == {decode_steps}
@@ -82,7 +79,7 @@ def test_a_prompt_gets_a_chunk_after_so_many_tokens_of_the_others(decode_steps):
     assert scheduler.to_prefill() is newcomer
 
 
-def test_the_oldest_prompt_gets_the_next_chunk_also_when_it_was_loading():
+def test_of_prompts_as_long_as_each_other_the_oldest_gets_the_next_chunk_also_when_it_was_loading():
     scheduler = Scheduler(max_batch=4, decode_steps=1)
     first, second = make(2, scheduler)
     scheduler.move(first, "loading")
@@ -90,6 +87,23 @@ def test_the_oldest_prompt_gets_the_next_chunk_also_when_it_was_loading():
     assert scheduler.to_prefill() is second
     scheduler.move(first, "prefilling")
     assert scheduler.to_prefill() is first
+
+
+def test_the_oldest_has_had_its_turn_when_its_chunk_joined_that_of_another():
+    scheduler = Scheduler(max_batch=4, decode_steps=1)
+    old, *short = make(3, scheduler)
+    old.prompt = [1] * 9
+    for request in (old, *short):
+        scheduler.move(request, "prefilling")
+    assert scheduler.after(short[1]) == [short[0], old]
+    for _ in range(10 * TURNS):
+        assert scheduler.to_prefill() is short[0]
+        scheduler.chunk_stored(short[0], old)
+    # By others alone it is passed a few times, not for ever.
+    for _ in range(TURNS - 1):
+        assert scheduler.to_prefill() is short[0]
+        scheduler.chunk_stored(*short)
+    assert scheduler.to_prefill() is old
 
 
 def test_a_request_is_in_one_place_whatever_it_went_through():

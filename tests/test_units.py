@@ -3,7 +3,7 @@
 import pytest
 
 from onekv.errors import SettingError
-from onekv.units import format_size, parse_size
+from onekv.units import format_seconds, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,10 @@ def test_format_takes_the_largest_unit_that_leaves_one(size, text):
 @pytest.mark.parametrize("size", [1, 1000, 10**6, 2**30, 123456789012])
 def test_what_is_formatted_can_be_read_back(size):
     assert parse_size(format_size(size)) == pytest.approx(size, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (7199, "1 h"), (200_000, "2 d")]
+)
+def test_times_take_the_largest_unit_that_leaves_one(seconds, text):
+    assert format_seconds(seconds) == text

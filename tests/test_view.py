@@ -6,15 +6,17 @@ import time
 
 import pytest
 
+from onekv.engine import contents
 from onekv.engine.view import View
+from onekv.prefix.index import as_tokens
 from test_prefix import tokens
 from test_thread import Collected, Running
 
 
-def wait_for(thread, wanted, nodes: bool = False) -> View:
+def wait_for(thread, wanted) -> View:
     """Look until the picture is as wanted."""
     for _ in range(600):
-        view = thread.look(nodes)
+        view = thread.look()
         if wanted(view):
             return view
         time.sleep(0.05)
@@ -58,21 +60,60 @@ def test_who_looks_does_not_wait_for_a_step():
         assert done.stats.running == 0 and done.stats.pools[0].held == 0
 
 
-def test_the_prefix_tree_is_in_the_picture_for_who_wants_it():
+def test_the_prefix_tree_is_read_in_slices(monkeypatch):
+    """What is evicted between two of them is left out; the tree of an engine that runs has all of its nodes."""
+    monkeypatch.setattr(contents, "COPIED", 1)
     with Running() as running:
         job = Collected(tokens(40, 1), 4)
         running.start(job)
         job.result()
-        assert running.thread.look().nodes is None
-        view = wait_for(running.thread, lambda view: view.nodes is not None and not view.requests, nodes=True)
-        nodes = {node.key: node for node in view.nodes}
-        assert nodes.keys() == running.engine.prefix.index.nodes.keys()
-        assert max(node.end for node in view.nodes) == 43
-        for node in view.nodes:
-            assert node.start == (0 if node.parent is None else nodes[node.parent].end)
-            assert all(node.held) and not node.pins and not node.leases and not node.snapshot
-        running.thread.call(lambda engine: engine.prefix.clear()).result(60)
-        assert wait_for(running.thread, lambda view: view.nodes == (), nodes=True).stats.prefix.nodes == 0
+
+        def read(engine):
+            slices, index = contents.read_tree(engine), engine.prefix.index
+            assert len(list(slices)) == len(index.nodes) > 2
+            slices = contents.read_tree(engine)
+            next(slices)
+            gone = len(index.nodes) - 1
+            engine.prefix.forget()
+            with pytest.raises(StopIteration) as ended:
+                for _ in range(gone + 1):
+                    next(slices)
+            return ended.value.value
+
+        before = running.thread.call(lambda engine: dict(engine.prefix.index.nodes)).result(60)
+        tree = running.thread.call(read).result(60)
+        (node,) = tree.nodes
+        known = before[node.key]
+        assert (node.start, node.end, node.tokens) == (known.start, known.end, known.tokens)
+        assert tree.salts[node.parent] == "" and not node.pins and not node.leases and node.used_at <= tree.time
+        assert not tree.pinned and tree.seconds > 0
+
+
+def test_a_block_in_use_has_the_tokens_of_its_request():
+    with Running(max_batch=2) as running:
+        prompt = tokens(40, 1)
+        talker = Collected(prompt, 4000)
+        running.start(talker)
+        wait_for(running.thread, lambda view: view.requests and view.requests[0].generated_tokens > 3)
+
+        def read(engine):
+            (request,) = engine.scheduler.running
+            size, found = engine.plan.block_size, {}
+            for place, block in enumerate(request.sequence.tables[0].blocks):
+                slices = contents.read_block(engine, 0, block)
+                with pytest.raises(StopIteration) as ended:
+                    next(slices)
+                found[place * size] = ended.value.value
+            return id(request), request.all_tokens, request.stored, found
+
+        number, known, stored, found = running.thread.call(read).result(60)
+        assert all(block.requests == (number,) and block.start == start for start, block in found.items())
+        said = [token for block in found.values() for token in as_tokens(block.tokens)]
+        assert said == known[:stored] and said[: len(prompt)] == prompt
+        # Full blocks can be found by others already, and the last one cannot.
+        assert [block.cached for block in found.values()] == [True] * (len(found) - 1) + [False]
+        running.thread.cancel([talker.job])
+        talker.result()
 
 
 def test_an_idle_engine_is_looked_at_anew_while_somebody_watches():

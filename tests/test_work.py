@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onekv.memory.work import HEADER, PIECE, find_segments, make_work, rounded
+from onekv.memory.work import HEADER, PIECE, Kernel, find_segments, make_work, rounded
 
 
 @st.composite
@@ -48,13 +48,13 @@ def read(work) -> tuple[list[tuple[list[int], list[int], list[int], int]], list[
     return pieces, [table[order + a : order + b].tolist() for a, b in itertools.pairwise(bounds)]
 
 
-@given(branches(), st.integers(1, 40), st.integers(1, 4), st.integers(0, 3), st.integers(1, 5))
-def test_every_row_reads_its_blocks_once(rows, pieces, least, shared, most):
+@given(branches(), st.integers(1, 40), st.integers(1, 4), st.integers(0, 3), st.integers(1, 5), st.integers(0, 3))
+def test_every_row_reads_its_blocks_once(rows, pieces, least, shared, most, padding):
     ids, counts = rows
     base = np.arange(ids.shape[1])[None] * 16 + np.zeros((len(ids), 1), np.int64)
-    work = make_work(ids, base, counts, pieces, least, shared, most)
+    work = make_work(ids, base, counts, Kernel(1, most, pieces, 2 * pieces, 2), least, shared, padding)
     made, parts_of = read(work)
-    seen = [[] for _ in counts]
+    seen = [[] for _ in range(len(counts) + padding)]
     given_to = {}
     for members, blocks, positions, part in made:
         assert blocks and len(members) <= most
@@ -66,6 +66,9 @@ def test_every_row_reads_its_blocks_once(rows, pieces, least, shared, most):
             (int(block), place * 16) for place, block in enumerate(ids[row, :count])
         ]
         assert parts_of[row] == sorted(part for part, owner in given_to.items() if owner == row)
+    for row in range(len(counts), len(counts) + padding):
+        # Something to start from; a kernel reads nothing of it.
+        assert len(seen[row]) == len(parts_of[row]) == 1
     assert sorted(given_to) == list(range(len(given_to))) and len(given_to) <= work.shape.parts
 
 
@@ -81,6 +84,25 @@ def test_what_is_shared_is_read_together_only_where_it_is_long_enough():
     counts = np.array([4, 4])
     assert len(find_segments(ids, counts, 3)) == 3
     assert [(segment.rows, segment.first) for segment in find_segments(ids, counts, 4)] == [([0], 0), ([1], 0)]
+
+
+def test_no_few_pieces_are_left_when_all_others_have_ended():
+    """Of eight rows of 66 blocks, the device runs 33 pieces at a time: four of each row, not five."""
+    counts, kernel = np.full(8, 66), Kernel(8, 1, 264, 264, 1)
+    ids = np.arange(8 * 66, dtype=np.uint32).reshape(8, 66)
+    base = np.tile(np.arange(66) * 64, (8, 1))
+    pieces, _ = read(make_work(ids, base, counts, kernel, 4, 0))
+    assert len(pieces) == 32 and {len(blocks) for _, blocks, _, _ in pieces} <= {16, 17}
+    # More rows than that: twice as many pieces.
+    rows = np.repeat(ids, 6, axis=0)
+    pieces, _ = read(make_work(rows, np.repeat(base, 6, axis=0), np.full(48, 66), kernel, 4, 0))
+    assert 48 <= len(pieces) <= 66
+
+
+def test_pieces_of_several_rows_take_longer():
+    for heaviest, weights in ((2, [1, 1, 1, 1, 2, 2]), (4, [1, 1, 2, 2, 4, 4])):
+        kernel = Kernel(8, 16, 264, 396, heaviest)
+        assert [kernel.weight(rows) for rows in (1, 4, 5, 8, 9, 16)] == weights
 
 
 def test_shapes_change_seldom():

@@ -66,6 +66,8 @@ def test_rotation_makes_large_channels_harmless() -> None:
     [
         ("q8", 64, 64 + 4),
         ("q4", 64, 32 + 4),
+        ("q6", 64, 48 + 4),
+        ("q5", 64, 40 + 4),
         ("tq4", 64, 32 + 2),
         ("tq3", 64, 24 + 2),
         ("tq2", 64, 16 + 2),
@@ -73,6 +75,10 @@ def test_rotation_makes_large_channels_harmless() -> None:
         ("q4", 128, 64 + 4),
         ("q4", 256, 128 + 8),
         ("q4", 192, 96 + 12),
+        ("q6", 128, 96 + 4),
+        ("q5", 128, 80 + 4),
+        ("q5", 96, 60 + 12),
+        ("q5", 32, 20 + 4),
         ("tq3", 128, 48 + 2),
         ("tq3", 72, 27 + 2),
     ],
@@ -170,11 +176,12 @@ def test_keys_and_values_of_turbo_have_the_same_bytes() -> None:
 
 def test_names_tell_formats_apart() -> None:
     found = {codec.name for name in names() for dim in (64, 128) for codec in codecs(name, dim)}
-    assert found == {"float32", "q8-g64-r1", "q8-g128-r1", "q4-g64-r1", "q4-g128-r1", "tq4-r1", "tq3-r1", "tq2-r1"}
+    affine = {f"q{bits}-g{group}-r1" for bits in (8, 6, 5, 4) for group in (64, 128)}
+    assert found == {"float32", *affine, "tq4-r1", "tq3-r1", "tq2-r1"}
 
 
 @pytest.mark.parametrize(
-    ("name", "dim"), [("q4", 80), ("q8", 72), ("q4", 16), ("tq4", 100), ("tq2", 17 * 8), ("tq3", 12)]
+    ("name", "dim"), [("q4", 80), ("q8", 72), ("q5", 80), ("q4", 16), ("tq4", 100), ("tq2", 17 * 8), ("tq3", 12)]
 )
 def test_dims_that_do_not_fit_are_refused(name: str, dim: int) -> None:
     with pytest.raises(UnsupportedLayerError, match=rf"\b{dim}\b.*--kv-format"):
@@ -192,6 +199,8 @@ def test_a_layer_without_values_stores_nothing() -> None:
         ("Q8 ", "q8", "q8"),
         ("tq3", "tq3", "tq3"),
         ("k8v4", "q8", "q4"),
+        ("k5v4", "q5", "q4"),
+        ("k6vq4", "q6", "q4"),
         ("kq8vq4", "q8", "q4"),
         ("ktq4vtq2", "tq4", "tq2"),
         ("k8vtq3", "q8", "tq3"),
@@ -205,9 +214,9 @@ def test_names_are_understood(text: str, key: str, value: str) -> None:
     assert parse(str(found)) == found
 
 
-@pytest.mark.parametrize("text", ["", "q5", "fp8", "k8", "v4", "k8v", "kv", "k8v4v4", "tq1", "k16v4", "tq"])
+@pytest.mark.parametrize("text", ["", "q7", "fp8", "k8", "v4", "k8v", "kv", "k8v4v4", "tq1", "k16v4", "tq"])
 def test_nonsense_is_refused_with_the_possibilities(text: str) -> None:
-    with pytest.raises(SettingError, match=r"--kv-format is .*auto, q8, q4, tq4, tq3, tq2.*k8v4"):
+    with pytest.raises(SettingError, match=r"--kv-format is .*auto, q8, q6, q5, q4, tq4, tq3, tq2.*k8v4"):
         parse(text)
 
 
@@ -215,5 +224,5 @@ def test_few_bits_for_keys_are_warned_of() -> None:
     for text in ("tq3", "tq2", "ktq2v8"):
         warning = parse(text).warning
         assert warning is not None and text in warning.replace("vq8", "v8") and "\n" not in warning
-    for text in ("auto", "q8", "q4", "tq4", "k8vtq2"):
+    for text in ("auto", "q8", "q4", "tq4", "k8vtq2", "k5v4"):
         assert parse(text).warning is None

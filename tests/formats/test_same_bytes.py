@@ -12,7 +12,7 @@ from onekv.memory.formats.centre import Rope
 from onekv.memory.formats.rotation import rotation
 from onekv.memory.layout import Rule
 
-FORMATS = ("q8", "q4", "tq4", "tq3", "tq2", "k8v4")
+FORMATS = ("q8", "q6", "q5", "q4", "tq4", "tq3", "tq2", "k8v4", "k5v4")
 DIMS = (80, 64, 96, 112, 128, 192, 256)
 SLOW = tuple(1.5**i for i in range(32))
 ROPES = (Rope(64, False, 10000.0), None, Rope(32, True, 500.0, 0.5), Rope(64, False, None, 1.0, SLOW))
@@ -53,14 +53,15 @@ def stored_by_a_step(kv_format: str, dim: int, rope: Rope | None, dtype: mx.Dtyp
         turns = Turns().table(step, rope, dim)
     new, reach = (case.new, step.grid, step.lengths), step.reach(None)
     mx.eval(encoded_decode(case.queries, case.arrays, case.stored, *new, reach, 0.1, None, turns))
-    slots = [table.blocks[(n - 1) // 16] * 16 + (n - 1) % 16 for table, n in zip(case.tables, lengths, strict=True)]
+    slots = [table.blocks[at // 16] * 16 + at % 16 for table, at in case.rows]
     return case, slots
 
 
 def centres_of(case: Case) -> mx.array:
     """[ROWS, HEADS, 1, dim], as they are made for a prompt."""
-    centres = case.stored.centre.rows(0, 1, max(case.lengths))[0].swapaxes(0, 1)
-    return centres[mx.array(case.lengths) - 1][:, :, None]
+    positions = mx.array([at for _, at in case.rows])
+    centres = case.stored.centre.rows(0, 1, int(positions.max()) + 1)[0].swapaxes(0, 1)
+    return centres[positions][:, :, None]
 
 
 CASES = [

@@ -15,7 +15,7 @@ import mlx.core as mx
 from architectures import build
 from mlx_lm.models import cache as caches
 from onekv import LLM
-from onekv.memory import hook
+from onekv.memory import hook, looped
 
 mx.disable_compile()
 COUNT = 24
@@ -68,6 +68,17 @@ def kinds(kind):
 for kind in kinds(hook.Attends):
     if "attend" in vars(kind):
         count(kind)
+
+
+attend_by_loops = looped._attend
+
+
+def counted_by_loops(*arguments):
+    attended["memory"] += 1
+    return attend_by_loops(*arguments)
+
+
+looped._attend = counted_by_loops
 
 
 def made():

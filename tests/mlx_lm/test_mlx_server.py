@@ -12,8 +12,6 @@ from mlx_lm.models import llama
 
 from onekv.bench.clients import ServerProcess, http, mlx_lm_server, save, words
 
-pytestmark = pytest.mark.xdist_group("mlx-server")
-
 # 32 KiB of KV for each token and little to compute.
 CONFIG = {
     "model_type": "llama",

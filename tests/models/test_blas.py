@@ -86,6 +86,27 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path) -> None:
     assert run(code, tmp_path) == f"None {made}"
 
 
+def test_threads_share_what_was_freed(tmp_path: Path) -> None:
+    """glibc has one arena, also where many threads allocate at the same time: `malloc_trim` gives back all of that."""
+    code = LOAD + (
+        "assert ensure_fast_blas() is None\n"
+        "import threading\n"
+        "libc = ctypes.CDLL(None)\n"
+        "together = threading.Barrier(8)\n"
+        "def allocate():\n"
+        "    together.wait()\n"
+        "    for _ in range(200): libc.malloc(100_000)\n"
+        "threads = [threading.Thread(target=allocate) for _ in range(8)]\n"
+        "for thread in threads: thread.start()\n"
+        "for thread in threads: thread.join()\n"
+        "libc.fopen.restype = ctypes.c_void_p\n"
+        "file = libc.fopen(sys.argv[1].encode(), b'w')\n"
+        "assert libc.malloc_info(0, ctypes.c_void_p(file)) == 0 and libc.fclose(ctypes.c_void_p(file)) == 0\n"
+        "print(open(sys.argv[1]).read().count('<heap nr='))\n"
+    )
+    assert run(code.replace("sys.argv[1]", repr(str(tmp_path / "info.xml"))), tmp_path) == "1"
+
+
 def test_two_processes_at_once(tmp_path: Path) -> None:
     code = WHERE + LOAD + "print(ensure_fast_blas(), where('cblas_sgemm'))"
     environment = os.environ | {"ONEKV_CACHE_DIR": str(tmp_path)}

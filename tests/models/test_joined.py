@@ -79,4 +79,4 @@ def test_nothing_of_a_step_is_kept():
     join_products(model)
     mx.eval(model(mx.array([[1, 2, 3]])))
     joints = [module._joint for module in model.modules() if isinstance(module, Part)]
-    assert joints and all(joint._input is None and joint._output is None for joint in joints)
+    assert joints and all(joint._input is None and not joint._outputs for joint in joints)

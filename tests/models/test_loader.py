@@ -1,5 +1,6 @@
 """Names, files, folders and hub ids become models; everything else a sentence."""
 
+import io
 import json
 import os
 import shutil
@@ -149,6 +150,33 @@ def test_lazy_folder_reads_no_weights(tmp_path: Path) -> None:
     assert mx.array_equal(loaded.model(TOKENS), eager.model(TOKENS)).item()
 
 
+def test_a_tokenizer_that_is_there_is_not_read_again(tmp_path: Path) -> None:
+    spec = Spec()
+    file = tmp_path / "model.gguf"
+    write(file, spec)
+    make_folder(tmp_path / "folder")
+    for path in (file, tmp_path / "folder"):
+        first = load_model(str(path))
+        again = load_model(str(path), tokenizer=first.tokenizer)
+        assert again.tokenizer is first.tokenizer and again.config == first.config
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_no_graph_of_random_weights_is_left(tmp_path: Path, lazy: bool) -> None:
+    """The key that they were drawn with is a value, not the operations that led to it."""
+    make_folder(tmp_path / "folder")
+    mx.random.uniform()
+    assert "Split" in graph(mx.random.state[0]), "else it would not be seen"
+    load_model(str(tmp_path / "folder"), lazy=lazy)
+    assert "Split" not in graph(mx.random.state[0])
+
+
+def graph(array: mx.array) -> str:
+    text = io.StringIO()
+    mx.export_to_dot(text, array)
+    return text.getvalue()
+
+
 def test_dtype_is_checked() -> None:
     with pytest.raises(SettingError, match="--dtype=int4"):
         load_model(DEFAULT_MODEL, dtype="int4")
@@ -180,6 +208,12 @@ def cut(file: Path, size: int) -> None:
     file.write_bytes(file.read_bytes()[:size])
 
 
+def forget_words(file: Path) -> None:
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"] |= {"vocab": {}, "merges": []}
+    file.write_text(json.dumps(tokenizer))
+
+
 DAMAGE = {
     "no config.json": lambda f: (f / "config.json").unlink(),
     "config.json is damaged": lambda f: cut(f / "config.json", 20),
@@ -193,6 +227,8 @@ DAMAGE = {
     "model-2.safetensors is missing": lambda f: (f / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
     ),
+    "has no tokenizer: tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
+    "a tokenizer that knows no text": lambda f: forget_words(f / "tokenizer.json"),
 }
 
 
@@ -209,7 +245,7 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
     make_folder(tmp_path / "tiny")
     for file in (tmp_path / "tiny").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ModelFormatError, match="tiny"):
+    with pytest.raises(ModelFormatError, match="has no tokenizer"):
         load_model(str(tmp_path / "tiny"))
 
 

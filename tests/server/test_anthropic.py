@@ -57,10 +57,11 @@ def test_an_answer_that_ends_by_itself(client: anthropic.Anthropic) -> None:
 
 def test_text_stream_is_the_whole_answer(client: anthropic.Anthropic) -> None:
     said: list[MessageParam] = [{"role": "user", "content": "Count from one to five."}]
-    whole = ask(client, said, max_tokens=12)
+    # First: what was said before is guessed, and may come in one piece.
     with client.messages.stream(model="default", max_tokens=12, messages=said, extra_body=GREEDY) as stream:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
+    whole = ask(client, said, max_tokens=12)
     assert len(pieces) > 1
     assert "".join(pieces) == text_of(whole) == text_of(final)
     assert final.stop_reason == whole.stop_reason
@@ -208,7 +209,7 @@ def test_json_that_fits_a_schema(client: anthropic.Anthropic) -> None:
     assert text_of(message).replace(" ", "").replace("\n", "") in ('{"colour":"red"}', '{"colour":"blue"}')
 
 
-def test_earlier_thinking_is_dropped_and_turns_of_one_role_are_joined(client: anthropic.Anthropic) -> None:
+def test_thinking_without_a_place_is_dropped_and_turns_of_one_role_are_joined(client: anthropic.Anthropic) -> None:
     def count(messages: Any) -> int:
         return client.messages.count_tokens(model="default", messages=messages).input_tokens
 
@@ -240,15 +241,14 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image'"),
-        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}, "messages.1"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0"),
         ({"extra_body": {"temperature": -1}}, "temperature"),
         ({"extra_body": {"max_tokens": None}}, "max_tokens"),
         ({"extra_body": {"max_tokens": "4"}}, "max_tokens"),
         ({"extra_body": {"system": {"a": 1}}}, "system"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tools": [{"name": "web_search"}]}, "tools.0.input_schema"),
         ({"stop_sequences": [""]}, "stop_sequences.0"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "no"}}}}, "output_config.format"),
     ],
@@ -289,18 +289,13 @@ def test_errors_are_the_clients_own(server: Any, client: anthropic.Anthropic) ->
     with pytest.raises(anthropic.AuthenticationError):
         ask(stranger, "Hi")
     too_long = "word " * 30_000
-    with pytest.raises(anthropic.APIStatusError) as caught:
-        ask(client, too_long, timeout=60)
-    assert caught.value.status_code == 413
-    assert "--kv-memory" in str(caught.value)
     with (
-        pytest.raises(anthropic.APIStatusError) as caught,
+        pytest.raises(anthropic.BadRequestError, match="prompt is too long"),
         client.messages.stream(
             model="default", max_tokens=10, messages=[{"role": "user", "content": too_long}], timeout=60
         ) as stream,
     ):
         stream.get_final_message()
-    assert caught.value.status_code == 413
 
 
 def test_max_tokens_beyond_the_context_is_as_far_as_it_goes(client: anthropic.Anthropic) -> None:

@@ -1,23 +1,30 @@
 """The Messages API without a server: bodies as calls, and events of what the default model never says."""
 
+import base64
 import json
 from typing import Any
 
-from canned import frames_of
+from canned import HERMES, Client, frames_of, run
 
 from onekv.engine import Delta, End, Event, Timings
 from onekv.errors import RequestFailedError
 from onekv.server.anthropic.convert import full_call
 from onekv.server.anthropic.messages import MessageAnswer
 from onekv.server.anthropic.schema import MessagesBody
+from onekv.server.chat import ChatChoice
+from onekv.server.deltas import Finish, ToolCallDelta
+from onekv.server.sampling_defaults import SamplingDefaults
+from onekv.server.segments import Splitter
 
 
-def events_of(said: list[Event], one_call: bool = False) -> list[dict[str, Any]]:
+def answer_to(**asked: Any) -> MessageAnswer:
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **asked}
+    return MessageAnswer("model", MessagesBody.model_validate(body))
+
+
+def events_of(said: list[Event], **asked: Any) -> list[dict[str, Any]]:
     """The events of an answer whose model said all of `said`."""
-    choice = {"type": "auto", "disable_parallel_tool_use": one_call}
-    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], "tool_choice": choice}
-    answer = MessageAnswer("model", MessagesBody.model_validate(body))
-    return [json.loads(frame.split("data: ")[1]) for frame in frames_of(answer, said)]
+    return [json.loads(frame.split("data: ")[1]) for frame in frames_of(answer_to(**asked), said)]
 
 
 END = End("stop", None, 10, 4, 7, Timings(0, 0, 0))
@@ -26,20 +33,25 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 def test_events_of_thinking_text_and_calls() -> None:
     said = ["<think>", "Let me", " see.", "</think>", "I look.", CALL, CALL]
-    events = events_of([*(Delta(text, [1]) for text in said), END])
+    events = events_of([*(Delta(text, [1]) for text in said), END], thinking={"type": "adaptive"})
     starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert starts == ["thinking", "text", "tool_use", "tool_use"]
-    content = [""] * 4
+    content, signatures = [""] * 4, []
     for event in events:
         if event["type"] == "content_block_delta":
             delta = dict(event["delta"])
             kind = delta.pop("type")
+            if kind == "signature_delta":
+                signatures.append((event["index"], delta["signature"]))
+                continue
             assert kind == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"][event["index"]]
             (piece,) = delta.values()
             content[event["index"]] += piece
     assert content[:2] == ["Let me see.", "I look."]
     assert [json.loads(text) for text in content[2:]] == [{"a": 1}, {"a": 1}]
     assert [event["index"] for event in events if event["type"] == "content_block_stop"] == [0, 1, 2, 3]
+    ((place, signature),) = signatures
+    assert place == 0 and len(base64.b64decode(signature)) == 32
     assert events[-2] == {
         "type": "message_delta",
         "delta": {"stop_reason": "tool_use", "stop_sequence": None},
@@ -53,9 +65,33 @@ def test_events_of_thinking_text_and_calls() -> None:
     assert events[-1] == {"type": "message_stop"}
 
 
-def test_only_one_call_if_only_one_is_wanted() -> None:
-    events = events_of([Delta(CALL, [1]), Delta(CALL, [2]), END], one_call=True)
-    assert len([event for event in events if event["type"] == "content_block_start"]) == 1
+THOUGHT: list[Event] = [Delta("<think>Hm.</think>Yes", [1, 2, 3]), END]
+
+
+def test_thinking_is_signed_and_comes_if_it_was_asked_for() -> None:
+    def content(**asked: Any) -> Any:
+        client = run(lambda: Client(answer_to(**asked), THOUGHT, stream=False))
+        return json.loads("".join(client.writes))["content"]
+
+    thinking, text = content(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert (thinking["thinking"], text["text"]) == ("Hm.", "Yes")
+    assert thinking["signature"] == content(thinking={"type": "adaptive"})[0]["signature"] != ""
+    for asked in ({}, {"thinking": {"type": "disabled"}}):
+        assert content(**asked) == [{"type": "text", "text": "Yes"}]
+    kinds = [event["content_block"]["type"] for event in events_of(THOUGHT) if "content_block" in event]
+    assert kinds == ["text"]
+
+
+def test_the_start_says_what_was_cached() -> None:
+    start = events_of([Delta("Yes", [1], [], 3), END])[0]["message"]["usage"]
+    assert (start["input_tokens"], start["cache_read_input_tokens"]) == (2, 3)
+
+
+def test_a_call_that_is_cut_off_is_left_out() -> None:
+    cut = End("length", None, 10, 4, 7, Timings(0, 0, 0))
+    events = events_of([Delta("I look." + CALL[:-20], [1]), cut])
+    assert [event["content_block"]["type"] for event in events if "content_block" in event] == ["text"]
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
 
 
 def test_a_failure_ends_the_events() -> None:
@@ -70,6 +106,8 @@ def test_an_empty_answer_has_no_blocks() -> None:
 
 def test_the_call_that_a_body_becomes() -> None:
     use = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}}
+    searched = {"type": "server_tool_use", "id": "0", "name": "web_search", "input": {"query": "x"}}
+    thought = {"type": "thinking", "thinking": "A file.", "signature": "any"}
     results = [
         {"type": "tool_result", "tool_use_id": "1", "content": "no such file", "is_error": True},
         {"type": "tool_result", "tool_use_id": "2"},
@@ -81,7 +119,7 @@ def test_the_call_that_a_body_becomes() -> None:
             "system": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}],
             "messages": [
                 {"role": "user", "content": "Look."},
-                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, use]},
+                {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, searched, thought, use]},
                 {"role": "user", "content": [*results, {"type": "text", "text": "And?"}]},
             ],
             "tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}],
@@ -94,13 +132,14 @@ def test_the_call_that_a_body_becomes() -> None:
             "metadata": {"user_id": "someone"},
         }
     )
-    call = full_call(body, "salt")
+    call = full_call(body, "salt", SamplingDefaults())
     assert call.messages == [
         {"role": "system", "content": "Be\nbrief."},
         {"role": "user", "content": "Look."},
         {
             "role": "assistant",
             "content": None,
+            "reasoning_content": "A file.",
             "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"a": 1}}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "Error: no such file"},
@@ -111,3 +150,10 @@ def test_the_call_that_a_body_becomes() -> None:
     assert call.tools == [{"type": "function", "function": function}]
     assert (call.tool_choice, call.thinking, call.stops, call.salt) == ("required", True, ("END",), "salt")
     assert (call.max_tokens, call.sampling.temperature, call.sampling.top_p, call.sampling.top_k) == (9, 0.5, 0.9, 5)
+
+
+def test_calls_after_the_first_are_left_out_if_one_is_wanted() -> None:
+    choice = ChatChoice(Splitter(HERMES), {0}, one_call=True)
+    found = [*choice.read(Delta(CALL + CALL + "And so on.", [1])), *choice.read(END)]
+    assert [type(delta) for delta in found] == [ToolCallDelta, Finish]
+    assert found[-1].reason == "tool_calls"

@@ -11,7 +11,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 EXAMPLES, FEW_TOKENS = 12, 3
-ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+OLLAMA = ("/api/chat", "/api/generate")
+ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", *OLLAMA)
 MEANINGFUL = {"messages": [{"role": "user", "content": "Hello."}], "prompt": "Hello.", "input": "Hello."}
 # These must fit each other, or the model.
 RARELY_RIGHT = {
@@ -22,11 +23,13 @@ RARELY_RIGHT = {
     "response_format",
     "output_config",
     "text",
+    "format",
+    *("images", "suffix", "template", "context"),
 }
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def answerable(body: dict[str, Any], model: str) -> dict[str, Any]:
+def answerable(path: str, body: dict[str, Any], model: str) -> dict[str, Any]:
     """`body` for few and short answers, mostly of the model there is; half of them with a prompt that has a meaning.
 
     What is of the wrong type stays wrong.
@@ -40,6 +43,8 @@ def answerable(body: dict[str, Any], model: str) -> dict[str, Any]:
         given = body.get(name)
         if given is None or (type(given) is int and given > FEW_TOKENS):
             changed[name] = FEW_TOKENS
+    if path in OLLAMA and isinstance(body.get("options") or {}, dict):
+        changed["options"] = {**(body.get("options") or {}), "num_predict": FEW_TOKENS}
     if type(body.get("n")) is int and body["n"] > 2:
         changed["n"] = 2
     if isinstance(body.get("prompt"), list):
@@ -84,7 +89,7 @@ def attempt_all(operation: Any, mode: GenerationMode, server: Any) -> Counter[in
     @given(case=operation.as_strategy(generation_mode=mode))
     def attempt(case: Any) -> None:
         if isinstance(case.body, dict):
-            case.body = answerable(case.body, server.backend_name)
+            case.body = answerable(operation.path, case.body, server.backend_name)
         answer = case.call_and_validate(headers=headers, checks=[not_a_server_error], timeout=120)
         statuses[answer.status_code] += 1
 

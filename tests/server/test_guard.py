@@ -179,7 +179,7 @@ def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_documented_statuses_are_those_that_are_sent() -> None:
-    table = (Path(__file__).parents[2] / "docs" / "server.md").read_text().partition("| Status | When |")[2]
+    table = (Path(__file__).parents[2] / "docs" / "errors.md").read_text().partition("| Status | When |")[2]
     found = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", table, re.M)
     rows = {int(code): text for codes, text in found for code in codes.split(",")}
     sent = {
@@ -204,13 +204,15 @@ def test_the_documented_statuses_are_those_that_are_sent() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
 def test_what_fails_inside_is_logged_and_told_as_an_id(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    # A model that was never loaded has no name: an error that no handler knows.
-    client = TestClient(create_app(Backend(), ServerSettings()), base_url="http://localhost")
+    # A model that is said to be loaded and was not has no name: an error that no handler knows.
+    backend = Backend()
+    backend.loaded = True
+    client = TestClient(create_app(backend, ServerSettings()), base_url="http://localhost")
     body = {"model": "m", "prompt": "x", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
     answer = client.post(path, json=body)
     assert answer.status_code == 500
     told = answer.json()["error"]["message"]
     (found,) = re.findall(r"req_\w+", told)
     assert "Attribute" not in told and "Backend" not in told
-    (record,) = [record for record in caplog.records if found in record.getMessage()]
-    assert record.exc_info is not None and isinstance(record.exc_info[1], AttributeError)
+    (record,) = [record for record in caplog.records if found in record.getMessage() and record.exc_info]
+    assert isinstance(record.exc_info[1], AttributeError)

@@ -1,14 +1,11 @@
 """Chat calls as prompts: templates that know tools and thinking, and templates that do not."""
 
-import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools, qwen3_coder
+from mlx_lm.tool_parsers import qwen3_coder
+from templates import plain_backend, with_template
 
-from onekv.models import load_model
 from onekv.server.call import ChatCall
 from onekv.server.constrain import constraint_for
 from onekv.server.errors import BadRequestError
@@ -34,22 +31,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    loaded = load_model("smollm2-135m", lazy=True, progress=False)
-    return SimpleNamespace(name=loaded.name, tokenizer=loaded.tokenizer)
-
-
-def with_template(plain: Any, template: str | None, parser: Any = json_tools) -> Any:
-    inner = copy.deepcopy(plain.tokenizer._tokenizer)
-    inner.chat_template = template
-    inner.add_tokens(["<think>", "</think>"])
-    wrapped = TokenizerWrapper(
-        inner,
-        NaiveStreamingDetokenizer,
-        tool_parser=parser.parse_tool_call,
-        tool_call_start=parser.tool_call_start,
-        tool_call_end=parser.tool_call_end,
-    )
-    return SimpleNamespace(name="other", tokenizer=wrapped)
+    return plain_backend()
 
 
 def text(model: Any, call: ChatCall) -> str:

@@ -12,9 +12,10 @@ from openai.types.responses import Response
 from conftest import WEATHER
 from onekv.engine import Delta, End, Event, Timings
 from onekv.errors import RequestFailedError
-from onekv.server.openai.responses import ResponseAnswer
+from onekv.server.openai.response_answer import ResponseAnswer
 from onekv.server.openai.responses_schema import Item, ResponsesBody, messages_of
-from onekv.server.openai.store import ResponseStore
+from onekv.server.openai.store import ResponseStore, Stored
+from onekv.server.sampling_defaults import SamplingDefaults
 
 TOOL: Any = {
     "type": "function",
@@ -139,10 +140,10 @@ def test_json_schema(client: openai.OpenAI, model: str):
         ("input", [{"type": "item_reference", "id": "x"}]),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
         ("max_output_tokens", 0),
-        ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": 3}]),
         ("tool_choice", "required"),
         ("text", {"format": {"type": "json_schema", "name": "x", "schema": {"type": "foo"}}}),
-        ("background", True),
+        ("background", "later"),
         ("conversation", "conv_1"),
     ],
 )
@@ -165,16 +166,21 @@ def test_items_of_one_turn_are_one_message():
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
         {"type": "function_call", "call_id": "1", "name": "a", "arguments": "{}"},
         {"type": "function_call", "call_id": "2", "name": "b", "arguments": '{"x": 1}'},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}},
+        {"type": "custom_tool_call", "call_id": "3", "name": "c", "input": "x"},
         {"type": "function_call_output", "call_id": "1", "output": "one"},
+        {"type": "custom_tool_call_output", "call_id": "3", "output": "three"},
         {"role": "assistant", "content": "Done."},
     ]
     call = {"id": "1", "type": "function", "function": {"name": "a", "arguments": {}}}
     other = {"id": "2", "type": "function", "function": {"name": "b", "arguments": {"x": 1}}}
+    custom = {"id": "3", "type": "function", "function": {"name": "c", "arguments": {"input": "x"}}}
     assert messages_of([Item.model_validate(item) for item in items]) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [call, other]},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [call, other, custom]},
         {"role": "tool", "tool_call_id": "1", "content": "one"},
+        {"role": "tool", "tool_call_id": "3", "content": "three"},
         {"role": "assistant", "content": "Done."},
     ]
 
@@ -182,10 +188,10 @@ def test_items_of_one_turn_are_one_message():
 def test_the_store_is_bounded():
     store = ResponseStore(max_responses=3, max_bytes=400)
     for number in range(5):
-        store.put("a", {"id": f"r{number}"}, [])
-    store.put("b", {"id": "other"}, [])
+        store.put("a", Stored({"id": f"r{number}"}, [], []))
+    store.put("b", Stored({"id": "other"}, [], []))
     assert store.get("a", "r2").response == {"id": "r2"}
-    store.put("a", {"id": "big"}, [{"content": "x" * 365}])
+    store.put("a", Stored({"id": "big"}, [{"content": "x" * 170}], [{"content": "x" * 170}]))
     assert store.get("a", "big")
     for salt, name in (("a", "r4"), ("b", "big")):
         with pytest.raises(Exception, match=name):
@@ -193,11 +199,27 @@ def test_the_store_is_bounded():
     assert store.get("b", "other")
 
 
+def test_the_store_drops_none_that_runs():
+    store = ResponseStore(max_responses=2)
+    background: Any = SimpleNamespace(running=True, frames=["x" * 10])
+    store.put("a", Stored({"id": "running"}, [], [], background))
+    for number in range(3):
+        store.put("a", Stored({"id": f"r{number}"}, [], []))
+    assert store.get("a", "running").size > 10 and store.get("a", "r2")
+    assert list(store.running()) == [background]
+    with pytest.raises(Exception, match="r1"):
+        store.get("a", "r1")
+    background.running = False
+    store.put("a", Stored({"id": "r3"}, [], []))
+    with pytest.raises(Exception, match="running"):
+        store.get("a", "running")
+
+
 def events_of(*said: Event, thinking: bool = False) -> list[dict[str, Any]]:
     """What a response tells of a model that said all of `said`."""
-    backend: Any = SimpleNamespace(name="m", tokenizer=None)
+    backend: Any = SimpleNamespace(name="m", tokenizer=None, defaults=SamplingDefaults())
     body = ResponsesBody.model_validate({"model": "m", "input": "x"})
-    answer = ResponseAnswer(backend, body, lambda response, said: None)
+    answer = ResponseAnswer(backend, body, lambda said: None)
     return [json.loads(frame.partition("data: ")[2]) for frame in frames_of(answer, list(said), thinking=thinking)]
 
 

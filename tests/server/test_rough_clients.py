@@ -22,7 +22,7 @@ import httpx2 as httpx
 import pytest
 from rough import KINDS, Polite, rough
 
-from onekv.bench.soak import _save_tiny
+from onekv.bench.soak import save_tiny
 from onekv.llm import LLM
 from onekv.server.backend import Backend
 from onekv.server.connections import Limits
@@ -75,7 +75,7 @@ def sockets(port: int) -> int:
 @pytest.fixture
 def running(tmp_path: Any) -> Iterator[Running]:
     backend = Backend(
-        _save_tiny(tmp_path), max_waiting=16, kv_memory="34MiB", block_size=16, max_batch=4, progress=False
+        save_tiny(tmp_path), max_waiting=16, kv_memory="34MiB", block_size=16, max_batch=4, progress=False
     )
     backend.start()
     settings = ServerSettings(max_connections=96, client_timeout=3, grace=0)

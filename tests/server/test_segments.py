@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import mistral
 
-from onekv.server.deltas import TextDelta, ToolCallDelta
+from onekv.engine import Logprob
+from onekv.server.call_parts import CallParts
+from onekv.server.deltas import TextDelta, ToolCallDelta, ToolCallPart
 from onekv.server.segments import Markers, Splitter
 
 HERMES = Markers("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -74,8 +76,24 @@ def test_an_unreadable_call_is_content():
         assert split([text]) == [TextDelta("content", text)]
 
 
-def test_a_call_that_was_cut_off_is_content():
+def test_a_call_that_ends_too_early_is_content():
     assert split([WEATHER[:30]]) == [TextDelta("content", WEATHER[:30])]
+    assert split([WEATHER.removesuffix("</tool_call>")]) == [CALL], "all but its marker is there"
+
+
+def test_a_call_that_was_cut_off_is_given_as_far_as_it_came():
+    for end in range(len("<tool_"), len(WEATHER)):
+        splitter = Splitter(HERMES)
+        found = [*splitter.feed("So: " + WEATHER[:end]), *splitter.finish(cut_off=True)]
+        assert found[0] == TextDelta("content", "So:") and len(found) <= 2
+        begun = WEATHER[:end].partition('"arguments": ')[2]
+        if not begun:
+            assert found[1:] == []
+        else:
+            (call,) = found[1:]
+            assert isinstance(call, ToolCallDelta) and call.name == "weather"
+            assert call.complete == ("}" in begun)
+            assert call.arguments == (CALL.arguments if call.complete else begun)
 
 
 def test_arguments_as_text():
@@ -118,3 +136,74 @@ def test_nothing_is_lost_but_markers_and_space_next_to_them(text: str):
         return "".join(text.split())
 
     assert bare(found) == bare(text)
+
+
+PARTS = Markers("<think>", "</think>", "<tool_call>", "</tool_call>", parts=CallParts)
+
+
+def parts(pieces: list[str], cut_off: bool = False) -> list[TextDelta | ToolCallPart | ToolCallDelta]:
+    splitter = Splitter(PARTS)
+    return [each for piece in pieces for each in splitter.feed(piece)] + splitter.finish(cut_off)
+
+
+def test_arguments_come_as_they_are_written():
+    splitter = Splitter(PARTS)
+    assert splitter.feed('Look: <tool_call>{"name": "weather", "argum') == [TextDelta("content", "Look:")]
+    (first,) = splitter.feed('ents": {"city": "Ro')
+    (second,) = splitter.feed('me"}')
+    assert isinstance(first, ToolCallPart) and isinstance(second, ToolCallPart)
+    assert (first.name, first.text, first.first) == ("weather", '{"city": "Ro', True)
+    assert (second.text, second.first, second.id) == ('me"}', False, first.id)
+    assert splitter.feed("}\n</tool") == []
+    (call,) = splitter.feed("_call>")
+    assert isinstance(call, ToolCallDelta)
+    assert call == CALL and call.in_parts and call.id == first.id
+
+
+@given(st.data())
+def test_parts_are_the_call_however_it_is_cut(data: st.DataObject):
+    arguments = {"text": 'a "b" \\ {[</tool \n', "n": [{"x": []}, 1.5, None], "ä": {}}
+    body = json.dumps({"name": "write", "arguments": arguments}, ensure_ascii=False)
+    text = f"<tool_call>{body}</tool_call> after"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    found = parts([text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    pieces = [each for each in found if isinstance(each, ToolCallPart)]
+    (call,) = [each for each in found if isinstance(each, ToolCallDelta)]
+    assert "".join(piece.text for piece in pieces) == call.arguments
+    assert json.loads(call.arguments) == arguments and call.complete
+    assert "".join(each.text for each in found if isinstance(each, TextDelta)) == "after"
+
+
+def test_lines_inside_of_arguments_become_strict_json():
+    found = parts(['<tool_call>{"name": "write", "arguments": {"text": "a\nb\tc"}}</tool_call>'])
+    assert json.loads(found[0].text) == {"text": "a\nb\tc"}  # type: ignore[union-attr]
+
+
+def test_arguments_that_prove_broken_are_sent_as_they_are():
+    found = parts(['<tool_call>{"name": "write", "arguments": {"text": "say "hi""}}</tool_call>Done.'])
+    assert isinstance(found[0], ToolCallPart) and found[0].text == '{"text": "say "hi""}'
+    assert found[1:] == [ToolCallDelta("write", found[0].text, complete=False), TextDelta("content", "Done.")]
+
+
+def test_a_call_whose_arguments_have_not_begun_is_given_whole_or_as_content():
+    body = json.dumps({"name": "weather", "arguments": '{"city": "Rome"}'})
+    assert parts([f"<tool_call>{body}</tool_call>"]) == [CALL]
+    assert parts(["<tool_call>{broken</tool_call>"]) == [TextDelta("content", "<tool_call>{broken</tool_call>")]
+    assert parts(['<tool_call>{"name": "wea'], cut_off=True) == []
+
+
+def test_tokens_of_a_call_are_no_contents():
+    for text in (WEATHER, WEATHER.removesuffix("</tool_call>")):
+        splitter = Splitter(PARTS)
+        found = [*splitter.feed(text, [1, 2], [Logprob(-1.0, []), Logprob(-2.0, [])]), *splitter.finish()]
+        assert [type(each) for each in found] == [ToolCallPart, ToolCallDelta]
+
+
+def test_parts_of_a_call_that_was_cut_off():
+    for end in range(WEATHER.index("{"), len(WEATHER)):
+        found = parts(list(WEATHER[:end]), cut_off=True)
+        begun = WEATHER[:end].partition('"arguments": ')[2].removesuffix("}\n")
+        pieces = "".join(each.text for each in found if isinstance(each, ToolCallPart))
+        calls = [each for each in found if isinstance(each, ToolCallDelta)]
+        assert [call.arguments for call in calls] == ([pieces] if begun else [])
+        assert begun.startswith(pieces) and all(call.complete == ("}" in pieces) for call in calls)

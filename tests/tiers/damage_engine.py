@@ -29,7 +29,7 @@ from onekv.config import Settings
 from onekv.engine import Engine
 from onekv.errors import SettingError
 from onekv.memory.plan import make_plan
-from onekv.tiers.opening import open_tier
+from onekv.tiers.opening import open_tier, stored_as
 from stock import CALIBRATION, small_llama
 
 
@@ -47,7 +47,8 @@ def open_engine(folder: Path, disk: Watched, choose: random.Random) -> Engine:
         disk_policy=policy,
     )
     plan = make_plan(model, settings, None, CALIBRATION)
-    tier = open_tier(settings, plan, model, "a model", files=disk, threads=choose.random() < 0.5)
+    stored = stored_as(model, plan)
+    tier = open_tier(settings, plan, stored, "a model", files=disk, threads=choose.random() < 0.5)
     return Engine(model, plan, set(), settings, [tier])
 
 

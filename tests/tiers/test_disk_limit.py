@@ -18,6 +18,8 @@ from disk_parts import (
 )
 
 from onekv.tiers.base import STATES
+from onekv.tiers.files import Clock
+from onekv.tiers.opened import RECENT
 
 SIZE = image().size
 
@@ -54,14 +56,25 @@ def test_parents_outlive_children_that_were_touched_before_them(root):
     tier.close()
 
 
-def test_other_models_are_evicted_too(root):
+class LaterClock(Clock):
+    """The system's, and some seconds more."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def now(self) -> float:
+        return super().now() + self._seconds
+
+
+def test_models_that_are_not_used_any_more_are_evicted_too(root):
     tier = open_tier(root, 3 * MB)
     store(tier, 10)
     tier.close()
-    tier = open_tier(root, 3 * MB, fingerprint="another")
+    later = LaterClock(RECENT + 60)
+    tier = open_tier(root, 3 * MB, fingerprint="another", clock=later)
     store(tier, 60, first=100)
     tier.close()
-    tier = open_tier(root, 3 * MB)
+    tier = open_tier(root, 3 * MB, clock=later)
     assert tier.find([address(number).key for number in range(10)]) == {}
     assert tier.stats().blocks == len(files(root))
     tier.close()

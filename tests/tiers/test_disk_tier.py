@@ -4,7 +4,6 @@ import os
 import stat
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -138,13 +137,12 @@ def test_opening_100_000_blocks_opens_no_file_but_the_index(root):
 
     sys.addaudithook(watch)
     opened[0] = True
-    start = time.perf_counter()
     tier = open_tier(root, limit=10**12)
-    seconds = time.perf_counter() - start
     opened[0] = False
     assert tier.stats().blocks == 100_000
-    assert {Path(path).name for path in touched} <= {"CACHEDIR.TAG", "lock"}
-    assert seconds < 0.5
+    # The folder itself is listed for what is beside the models' folders, and none of those is.
+    assert {Path(path).name for path in touched} <= {"CACHEDIR.TAG", "lock", root.name}
+    assert len(touched) < 10
     tier.close()
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk_parts import address, fetch_one, is_right, open_tier, store
+from disk_parts import address, fetch_one, is_right, open_tier
 
 from onekv.tiers.folder import FolderInUse
 from onekv.tiers.maintain import clear, models, verify
@@ -43,16 +43,6 @@ def test_the_second_process_is_refused_until_the_first_is_gone(tmp_path):
         holder.communicate()
     tier = open_tier(root)
     assert is_right(address(0), 0, fetch_one(tier, address(0)))
-    tier.close()
-
-
-def test_the_second_tier_of_one_process_is_refused(tmp_path):
-    tier = open_tier(tmp_path / "cache")
-    with pytest.raises(FolderInUse, match=f"pid {os.getpid()}"):
-        open_tier(tmp_path / "cache", fingerprint="another")
-    tier.close()
-    tier = open_tier(tmp_path / "cache", fingerprint="another")
-    store(tier, 1)
     tier.close()
 
 

@@ -11,6 +11,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from architectures import build
 from onekv.config import Settings
 from onekv.engine import Engine, Request
+from onekv.engine.contents import read_block
+from onekv.engine.view import look
+from onekv.memory.figures import LOADING
 from onekv.memory.plan import Plan, make_plan
 from onekv.memory.pool.blocks import block_tensors, state_tensors
 from onekv.tiers.base import STATES, Address, Entry, Target, TierStats
@@ -46,6 +49,12 @@ class DictTier:
         nodes = [node for node in self.nodes.values() if node.parent == parent and len(node.tokens) < self.full]
         return [self._entry(node) for node in nodes]
 
+    def has(self, key: bytes, part: int) -> bool:
+        return (key, part) in self.parts
+
+    def recent(self, count: int) -> list[Address]:
+        return list(reversed(self.nodes.values()))[:count]
+
     def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
         if (address.key, part) in self.parts:
             return True
@@ -70,6 +79,9 @@ class DictTier:
     def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
         self.expected -= Counter(parts)
 
+    def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
+        return parts
+
     def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
         self.unexpect([(target.key, target.part) for target in targets])
         return [self._read(target) for target in targets]
@@ -89,6 +101,12 @@ class DictTier:
         for key in keys:
             if key in self.nodes:
                 self.nodes[key] = self.nodes.pop(key)
+
+    def wants(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        return []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        self.counts["computed"] += tokens
 
     def drop(self, keys: Sequence[bytes]) -> None:
         self.nodes = {key: node for key, node in self.nodes.items() if key not in keys}
@@ -218,6 +236,41 @@ def test_a_request_looks_while_a_tier_has_no_answer_and_the_others_go_on(name):
     assert again.tokens == stock_tokens(model, again.prompt)
     assert talker.tokens == stock_tokens(model, talker.prompt, 40)
     engine.check_integrity()
+    engine.close()
+
+
+class SlowTier(DictTier):
+    """Has nothing ready until it is told to."""
+
+    slow = False
+
+    def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
+        return [] if self.slow else parts
+
+
+def test_blocks_on_their_way_from_a_tier_are_seen():
+    engine, tier = engine_with(build("llama"), 2**24, SlowTier)
+    first = ask(engine, prompt_of(1))
+    for seed in range(2, 5):
+        ask(engine, prompt_of(seed))
+    assert LOADING not in look(engine, blocks=True).blocks[0]
+    tier.slow = True
+    again = Request([*first.all_tokens, *prompt_of(11, 9)], 4)
+    engine.submit(again)
+    while again.state != "loading":
+        engine.step()
+    (states,) = look(engine, blocks=True).blocks
+    on_their_way = {block for block, state in enumerate(states) if state == LOADING}
+    assert on_their_way == {block for _, block in engine.prefix.being_read()} and len(on_their_way) > 4
+    tier.slow = False
+    while not engine.idle:
+        engine.step()
+    assert LOADING not in look(engine, blocks=True).blocks[0] and again.cached_tokens > 100
+    # What came back is still there, and the view of a block says so.
+    (node, *_) = (node for node in engine.prefix.index.nodes.values() if tier.has(node.key, 0))
+    with pytest.raises(StopIteration) as ended:
+        next(read_block(engine, 0, node.blocks[0]))
+    assert ended.value.value.tiers == ("dict",) and ended.value.value.cached
     engine.close()
 
 

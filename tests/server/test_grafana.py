@@ -1,0 +1,109 @@
+"""docs/grafana.json asks for nothing that a real server does not expose: metrics by name, and their labels."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from several import complete, start_several
+
+from conftest import Server, stop_server
+from onekv.bench.soak import save_tiny
+
+DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+PANELS: list[dict[str, Any]] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+VARIABLES: dict[str, dict[str, Any]] = {each["name"]: each for each in DASHBOARD["templating"]["list"]}
+# Prometheus adds it to every series.
+ADDED = {"instance"}
+
+
+def queries() -> Iterator[str]:
+    for panel in PANELS:
+        yield from (target["expr"] for target in panel["targets"])
+    yield from (each["query"]["query"] for each in VARIABLES.values() if each["type"] == "query")
+
+
+def wanted() -> dict[str, set[str]]:
+    """The labels by which each metric is selected or grouped in some query."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for query in queries():
+        # In the legend of a query that groups, only these are left.
+        grouped = {name for names in re.findall(r"\bby \(([\w, ]+)\)", query) for name in re.split(r",\s*", names)}
+        for name, selectors in re.findall(r"\b(onekv_\w+)(?:\{([^}]*)\})?", query):
+            found[name] |= set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selectors)) | grouped
+    return found
+
+
+def exposed(url: str, **headers: str) -> dict[str, set[str]]:
+    """The labels of each metric of a server."""
+    answer = httpx.get(f"{url}/metrics", headers=headers, timeout=60)
+    found: dict[str, set[str]] = defaultdict(set)
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found[sample.name] |= sample.labels.keys()
+    return found
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("several")
+    tables: dict[str, dict[str, Any]] = {
+        name: {"model": save_tiny(folder / name, seed)} for seed, name in enumerate(("red", "blue"))
+    }
+    server = start_several(folder, tables, "--disk-cache", str(folder / "disk"), "--disk-limit", "1GB")
+    yield server
+    stop_server(server)
+
+
+def test_several_models_expose_all_that_it_asks_for(several: Server) -> None:
+    for name in ("red", "blue"):
+        complete(several, name)
+    found = exposed(several.url)
+    missing = {name: labels - found[name] - ADDED for name, labels in wanted().items() if name in found}
+    assert wanted().keys() - found.keys() == set()
+    assert {name: labels for name, labels in missing.items() if labels} == {}
+
+
+def test_one_model_exposes_all_but_what_is_of_several(server: Server) -> None:
+    key = {"x-api-key": server.keys[0]}
+    # There are misses from the first on.
+    body = {"model": "default", "prompt": "A prompt that the dashboard's test alone has.", "max_tokens": 1}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, headers=key, timeout=120).status_code == 200
+    found = exposed(server.url, **key)
+    missing = wanted().keys() - found.keys()
+    assert all(name.startswith(("onekv_model_", "onekv_memory_")) for name in missing), missing
+    # A single one has no name in its metrics: its series are those of all models, and must not be left out.
+    assert VARIABLES["model"]["allValue"] == ".*" and VARIABLES["model"]["includeAll"]
+
+
+def test_it_shows_what_it_is_for() -> None:
+    assert {
+        *("onekv_process_bytes", "onekv_memory_limit_bytes", "onekv_kv_pool_bytes", "onekv_prefix_hits_total"),
+        *("onekv_prefix_misses_total", "onekv_generated_tokens_total", "onekv_time_to_first_token_seconds_bucket"),
+        *("onekv_requests_waiting", "onekv_tier_bytes", "onekv_tier_limit", "onekv_model_state"),
+    } <= wanted().keys()
+
+
+def test_it_can_be_imported_anywhere() -> None:
+    assert VARIABLES["datasource"]["type"] == "datasource" and VARIABLES["datasource"]["query"] == "prometheus"
+    asked = [*PANELS, *(target for panel in PANELS for target in panel["targets"])]
+    asked += [each for each in VARIABLES.values() if each["type"] == "query"]
+    assert {each["datasource"]["uid"] for each in asked} == {"${datasource}"}
+    assert "id" not in DASHBOARD and DASHBOARD["uid"] == "onekv"
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_no_two_panels_lie_in_the_same_place() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        assert at["x"] + at["w"] <= 24 and panel["title"]
+        taken |= cells

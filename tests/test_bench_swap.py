@@ -1,0 +1,22 @@
+"""`onekv bench swap` measures a real server and real processes; what it measures is not asserted."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "models"))
+
+from gguf_files import Spec, write
+
+
+def test_each_swap_has_a_fresh_process_beside_it(tmp_path: Path) -> None:
+    model, file = tmp_path / "tiny.gguf", tmp_path / "swap.json"
+    write(model, Spec())
+    command = [sys.executable, "-m", "onekv", "bench", "swap", "--rounds", "1", "--model", str(model)]
+    done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["file", "folder"]
+    rounds = json.loads(file.read_text())["rounds"]
+    assert [each["model"] for each in rounds] == ["folder", "file"]
+    assert all(each["swap"] > 0 and each["fresh"] > 0 for each in rounds)

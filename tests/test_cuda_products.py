@@ -1,0 +1,61 @@
+"""Products of few rows as a CUDA kernel, against MLX's own: on a CUDA device, or a few of the cases on the CPU."""
+
+import itertools
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx.utils import tree_flatten
+
+from kernels.fixtures import few_on_cpu
+from onekv.cuda import products
+from onekv.models.layers import replace_layers
+
+SHAPES = [(2, 4096, 4096), (8, 4096, 6144), (16, 14336, 4096), (3, 96, 32), (32, 1056, 64), (13, 4096, 28672)]
+CASES = list(itertools.product(SHAPES, (mx.bfloat16, mx.float16), (False, True)))
+
+
+def layer_of(dtype, k, n, bias):
+    mx.random.seed(k + n)
+    layer = nn.Linear(k, n, bias=bias)
+    layer.set_dtype(dtype)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bias"), few_on_cpu(CASES, 3, lambda case: case[0][1] * case[0][2] <= 2**24), ids=str
+)
+def test_products_are_those_of_the_layer(cuda, shape, dtype, bias):
+    rows, k, n = shape
+    layer = layer_of(dtype, k, n, bias)
+    x = mx.random.normal((rows, 1, k)).astype(dtype)
+    expected = x.astype(mx.float32) @ layer.weight.astype(mx.float32).T
+    if bias:
+        expected = expected + layer.bias
+    ends = (n // 32 * 16, n) if n > 32 else (n,)
+    parts = products.multiply(layer, x, ends)
+    assert [part.shape for part in parts] == [(rows, 1, b - a) for a, b in zip((0, *ends), ends, strict=False)]
+    error = mx.abs(mx.concatenate(parts, axis=-1).astype(mx.float32) - expected).max() / mx.abs(expected).max()
+    assert error < (0.01 if dtype == mx.bfloat16 else 0.002)
+
+
+def test_only_decode_steps_of_several_rows_come_here():
+    layer = layer_of(mx.bfloat16, 64, 32, False)
+    assert products.supports(layer) and not products.supports(layer, (24, 32))
+    assert not products.supports(layer_of(mx.float32, 64, 32, False))
+    assert not products.supports(layer_of(mx.bfloat16, 64, 40, False))
+    for shape, here in (((8, 1, 64), True), ((1, 1, 64), False), ((1, 8, 64), False), ((4, 2, 64), False)):
+        assert products.fits(layer, mx.zeros(shape, mx.bfloat16)) is here
+    assert not products.fits(layer, mx.zeros((8, 1, 64)))
+
+
+def test_layers_are_replaced_with_their_weights_and_names():
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 30))
+    model.set_dtype(mx.bfloat16)
+    before = dict(tree_flatten(model.parameters()))
+    x = mx.random.normal((1, 3, 64)).astype(mx.bfloat16)
+    expected = model(x)
+    assert replace_layers(model, products.few_rows) == 1
+    after = dict(tree_flatten(model.parameters()))
+    assert after.keys() == before.keys() and all(mx.array_equal(after[key], before[key]) for key in after)
+    assert mx.array_equal(model(x), expected)

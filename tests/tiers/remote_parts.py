@@ -1,0 +1,134 @@
+"""For tests of the remote tier: real stores, and LLMs over them."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from architectures import build
+from onekv import LLM
+from onekv.tiers.base import TierStats
+
+BLOCK = 16
+SECRET = "a secret of some length"
+# Seconds, for what must not wait for ever.
+PATIENCE = 60
+# Enough for a machine that is busy with other things.
+SLOW = "60s"
+
+
+def server_binary() -> str:
+    """A Valkey or Redis server; without one the test is skipped."""
+    for name in ("valkey-server", "redis-server"):
+        if (path := shutil.which(name)) is not None:
+            return path
+    pytest.skip("there is no valkey-server or redis-server: apt-get install valkey-server, or redis-server")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Valkey:
+    """A server of its own, in memory alone, that can be killed, paused and started again."""
+
+    def __init__(self, folder: Path, *options: str, password: str | None = None) -> None:
+        self.binary, self.port, self._folder, self._password = server_binary(), free_port(), folder, password
+        self._options = [*options, *(["--requirepass", password] if password else [])]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def url(self, timeout: str = SLOW, more: str = "") -> str:
+        at = f":{self._password}@" if self._password else ""
+        return f"valkey://{at}127.0.0.1:{self.port}/0?timeout={timeout}{more}"
+
+    def start(self) -> None:
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        keep = ["--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen([self.binary, *where, *keep, *self._options], stdout=subprocess.DEVNULL)
+        until(lambda: self.client().ping())
+
+    def client(self, password: str | None = None) -> Any:
+        import redis
+
+        return redis.Redis(port=self.port, password=password or self._password, socket_timeout=5)
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, number)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self.signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def names(self) -> list[bytes]:
+        """Of all blocks."""
+        return sorted(name for name in self.client().keys("*") if name.endswith(b".safetensors"))
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            if what():
+                return
+        except Exception:
+            if time.monotonic() > end:
+                raise
+        assert time.monotonic() < end, "it does not become true"
+        time.sleep(0.01)
+
+
+def llm_of(model: str | nn.Module = "llama", url: str | None = None, **settings: object) -> LLM:
+    values: dict[str, object] = {"kv_memory": "8MB", "block_size": BLOCK, "max_batch": 2, "prefill_chunk": 48}
+    if url is not None:
+        values |= {"remote_tier": url, "remote_write": "all", "tier_secret": SECRET}
+    return LLM(
+        build(model) if isinstance(model, str) else model, progress=False, check_integrity=True, **(values | settings)
+    )
+
+
+def ask(llm: LLM, prompt: list[int], count: int = 6) -> tuple[list[int], int]:
+    """What it answers, and how many tokens were cached."""
+    completion = llm.generate(prompt, count, temperature=0.0)
+    return list(completion.tokens), completion.cached_tokens
+
+
+def prompt_of(seed: int, length: int = 150) -> list[int]:
+    return mx.random.randint(1, 90, (length,), key=mx.random.key(seed)).tolist()
+
+
+def remote(llm: LLM) -> TierStats:
+    (stats,) = [tier for tier in llm.stats().tiers if tier.name == "remote"]
+    return stats
+
+
+def flush(llm: LLM) -> None:
+    """All that is wanted is in the store, or lost."""
+    while llm.engine.prefix.unshared:
+        llm.engine.prefix.share(1.0)
+        time.sleep(0.01)
+    for tier in llm.engine.prefix.tiers:
+        tier.flush()
+
+
+def reading_is_worth_it(llm: LLM) -> None:
+    """These models compute faster than anything is read: tell the tiers otherwise."""
+    for _ in range(50):
+        llm.engine.prefix.computed(1, 60.0)

@@ -1,0 +1,258 @@
+"""Two servers, one store: what one has computed the other reads, and answers as if it had computed it itself."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mlx.nn as nn
+import pytest
+from remote_parts import (
+    BLOCK,
+    SLOW,
+    Valkey,
+    ask,
+    flush,
+    free_port,
+    llm_of,
+    prompt_of,
+    reading_is_worth_it,
+    remote,
+    until,
+)
+
+from onekv import LLM
+from onekv.errors import SettingError
+from onekv.prefix import loading
+from onekv.tiers.remote import opening
+from onekv.tiers.remote.url import parse
+from stock import small_llama
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/shared?timeout={SLOW}"
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    server = Valkey(tmp_path)
+    yield server
+    server.stop()
+
+
+def begun_and_continued(name: str | nn.Module, url: str, **settings: object) -> None:
+    """A conversation begun on one server and continued on another has the tokens of an uncached run."""
+    prompt = prompt_of(1)
+    with llm_of(name, url, **settings) as first:
+        answer, cached = ask(first, prompt)
+        assert cached == 0
+        flush(first)
+        assert remote(first).writes >= len(prompt) // BLOCK and remote(first).failed is None
+    longer = [*prompt, *answer, *prompt_of(2, 21)]
+    with llm_of(name, url, **settings) as second:
+        found, cached = ask(second, longer)
+        assert cached >= 150 // BLOCK * BLOCK and remote(second).hits >= 150 // BLOCK
+        assert remote(second).corrupt == 0
+    with llm_of(name, prefix_cache=False, **settings) as alone:
+        assert ask(alone, prompt)[0] == answer
+        assert ask(alone, longer)[0] == found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_begun_on_one_server_and_continued_on_another(name, folder, no_thread_dies):
+    """Full attention, windows, and recurrent states beside it; over a shared folder."""
+    begun_and_continued(name, folder)
+
+
+@pytest.mark.parametrize("kv_format", ["q8", "q4", "k8v4", "k6v4", "k5v4", "tq4", "tq3", "tq2"])
+def test_encoded_blocks_come_back_as_they_were(kv_format, folder, no_thread_dies):
+    begun_and_continued(
+        small_llama(3, num_hidden_layers=2, intermediate_size=64, head_dim=32), folder, kv_format=kv_format
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+def test_over_valkey(name, valkey, no_thread_dies):
+    begun_and_continued(name, valkey.url(more="&ttl=1h"))
+    lives = [valkey.client().ttl(key) for key in valkey.names()]
+    assert lives and all(3000 < left <= 3600 for left in lives)
+
+
+def test_over_valkey_with_a_password_and_in_a_cluster(tmp_path, no_thread_dies):
+    server = Valkey(tmp_path, password="of the store")
+    begun_and_continued("llama", server.url().replace("of the store", "of%20the%20store"))
+    server.stop()
+    server = Valkey(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    server.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+    until(lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO"))
+    begun_and_continued("llama", server.url(more="&cluster=on"))
+    server.stop()
+
+
+def test_over_an_object_store(monkeypatch, no_thread_dies):
+    pytest.importorskip("moto.server", reason="there is no S3 server: pip install 'moto[s3]' flask flask-cors")
+    import boto3
+
+    where = f"http://127.0.0.1:{(port := free_port())}"
+    known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ENDPOINT": where}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client = boto3.client("s3", endpoint_url=where, region_name="us-east-1")
+        until(lambda: client.create_bucket(Bucket="kv-blocks"))
+        begun_and_continued("llama", f"s3://kv-blocks/some/where?timeout={SLOW}")
+        names = [each["Key"] for each in client.list_objects_v2(Bucket="kv-blocks")["Contents"]]
+        assert all(name.startswith("some/where/onekv/") for name in names)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_what_is_in_the_store_is_the_file_of_the_disk_cache(tmp_path, folder):
+    with llm_of(url=folder, disk_cache=str(tmp_path / "disk"), disk_limit="100MB", disk_policy="write_through") as llm:
+        ask(llm, prompt_of(1))
+        flush(llm)
+        assert {tier.name for tier in llm.stats().tiers} == {"disk", "remote"}
+    on_disk = {path.name: path for path in (tmp_path / "disk").rglob("*.safetensors")}
+    shared = list((tmp_path / "shared").rglob("*.safetensors"))
+    assert len(shared) >= 150 // BLOCK
+    for path in shared:
+        same = on_disk[path.name]
+        assert path.read_bytes()[:-64] == same.read_bytes()
+        assert path.parts[-3:] == same.parts[-3:]
+
+
+def test_a_disk_is_asked_first_and_the_rest_comes_from_the_store(tmp_path, folder):
+    disk = {"disk_cache": str(tmp_path / "disk"), "disk_limit": "100MB"}
+    prompt = prompt_of(1)
+    with llm_of(url=folder, **disk) as llm:
+        ask(llm, prompt[:80])
+    with llm_of(url=folder) as llm:
+        answer, _ = ask(llm, prompt)
+    with llm_of(url=folder, **disk) as llm:
+        assert ask(llm, prompt) == (answer, 144)
+        hits = {tier.name: tier.hits for tier in llm.stats().tiers}
+        assert hits["disk"] >= 4 and hits["disk"] + hits["remote"] == 9
+
+
+def test_only_what_was_used_twice_is_written_unless_all_is_asked_for(tmp_path, folder):
+    count = lambda: len(list((tmp_path / "shared").rglob("*.safetensors")))  # noqa: E731
+    with llm_of(url=folder, remote_write="off") as llm:
+        ask(llm, prompt_of(1))
+        ask(llm, prompt_of(1))
+        flush(llm)
+        assert count() == 0
+    with llm_of(url=folder, remote_write="twice") as llm:
+        ask(llm, prompt_of(1))
+        flush(llm)
+        assert count() == 0
+        # The same beginning, of five blocks.
+        ask(llm, [*prompt_of(1)[: 5 * BLOCK], *prompt_of(2, 60)])
+        flush(llm)
+        assert count() == 5
+    assert count() == 5
+
+
+def test_a_queue_that_is_small_takes_all_of_it_in_the_end(folder, tmp_path):
+    """What is wanted waits in the pool, not in the queue."""
+    with llm_of(url=folder, remote_write_rate="2MB") as llm:
+        ask(llm, prompt_of(1, 400))
+        tier = llm.engine.prefix.tiers[-1]
+        assert tier.stats().queued_bytes <= llm.plan.remote_out < 25 * 9000
+    # Closing waits for it.
+    assert len(list((tmp_path / "shared").rglob("*-0.safetensors"))) == 25
+
+
+@pytest.mark.parametrize("kind", ["valkey", "file"])
+def test_of_two_writers_of_the_same_block_one_writes_it(kind, request):
+    url = request.getfixturevalue("valkey").url() if kind == "valkey" else request.getfixturevalue("folder")
+    place = parse(url)
+    stores = [opening._open_store(place, 10.0) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for number in range(10):
+            put = [
+                threads.submit(s.put, f"onekv/{number}", memoryview(bytes([i]) * 9000)) for i, s in enumerate(stores)
+            ]
+            (winner,) = [i for i, each in enumerate(put) if each.result()]
+            value = stores[0].get(f"onekv/{number}", 10000)
+            assert value is not None and bytes(value) == bytes([winner]) * 9000
+    assert stores[0].heads(["onekv/0", "onekv/none"], 3)[1] is None
+    stores[0].delete(["onekv/0", "onekv/none"])
+    assert stores[1].get("onekv/0", 10) is None
+    for store in stores:
+        store.close()
+
+
+def test_what_is_slower_than_computing_is_computed(folder):
+    with llm_of(url=folder) as llm:
+        answer, _ = ask(llm, prompt_of(1))
+    with llm_of(url=folder) as llm:
+        for _ in range(50):
+            llm.engine.prefix.computed(10**9, 1e-3)
+        until(lambda: remote(llm).latency)
+        assert ask(llm, prompt_of(1)) == (answer, 0)
+        assert remote(llm).not_worth >= 1 and remote(llm).hits == 0
+
+
+def test_another_secret_is_another_space(folder):
+    with llm_of(url=folder) as llm:
+        answer, _ = ask(llm, prompt_of(1))
+    with llm_of(url=folder, tier_secret="another secret, as long") as llm:
+        assert ask(llm, prompt_of(1)) == (answer, 0)
+        assert remote(llm).corrupt == 0
+    with llm_of(url=folder) as llm:
+        assert ask(llm, prompt_of(1)) == (answer, 144)
+
+
+def test_others_are_decoded_while_one_is_loading(folder):
+    with llm_of(url=folder) as llm:
+        ask(llm, prompt_of(1, 600), 1)
+    with llm_of(url=folder) as llm:
+        reading_is_worth_it(llm)
+        talker = llm.stream(prompt_of(2, 20), 30, temperature=0.0)
+        next(talker, None)
+        loaded = llm.generate(prompt_of(1, 600), 4, temperature=0.0)
+        for _ in talker:
+            pass
+        assert loaded.cached_tokens == 592
+        with llm_of() as alone:
+            assert list(talker.completion.tokens) == ask(alone, prompt_of(2, 20), 30)[0]
+            assert list(loaded.tokens) == ask(alone, prompt_of(1, 600), 4)[0]
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
+def test_where_the_host_has_no_access_to_the_pool(name, folder, monkeypatch):
+    """As on CUDA: parts go beside the pool first, few at a time."""
+    monkeypatch.setattr(loading, "shared_memory", lambda: False)
+    monkeypatch.setattr(loading, "AT_ONCE", 2)
+    begun_and_continued(name, folder)
+
+
+def test_the_plan_has_what_is_on_its_way(folder):
+    with llm_of(url=folder) as llm, llm_of() as alone:
+        assert llm.plan.remote_out and llm.plan.remote_in
+        assert llm.plan.total - llm.plan.remote_staging == alone.plan.total
+        assert "remote: 0 blocks read, 0 written" in repr(llm.stats())
+
+
+def test_a_package_that_is_missing_is_named(folder):
+    """In a process that cannot import it."""
+    code = (
+        "import sys; sys.modules['obstore'] = None\n"
+        "from onekv.config import Settings\nfrom onekv.tiers.remote import opening\n"
+        "place, _ = opening.check(Settings(remote_tier='file:///shared'))\nopening._open_store(place, 1.0)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, env=environment, timeout=120)
+    assert "but obstore is not installed; pip install 'onekv[remote]'" in done.stderr
+
+
+def test_a_wrong_url_is_an_error_before_the_model_is_loaded():
+    with pytest.raises(SettingError, match="begins with 'memcached'"):
+        LLM("no such model", remote_tier="memcached://cache")
+    assert opening.check(llm_of().settings) is None
