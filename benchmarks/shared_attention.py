@@ -1,20 +1,22 @@
 """Attention of one decode step, alone, over a prefix that all rows share: read once, and read by every row for itself.
 
     python benchmarks/shared_attention.py 16x16384 32x32768
+    python benchmarks/shared_attention.py --tune 16x16384       # with other amounts in shared memory
 
 One layer of the 8B shape (8 KV heads of 128, 4 queries each, bfloat16), 200 tokens of their own in each row. Needs a
 CUDA device. Milliseconds, medians of 50 calls, interleaved.
 """
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import mlx.core as mx
 
 from onekv.memory import pairs
-from onekv.memory.attention.cuda.plain import cuda_decode
+from onekv.memory.attention.cuda import plain
+from onekv.memory.attention.cuda.plain import Counters, cuda_decode
 from onekv.memory.layout import Group, KVLayer, Rule
 from onekv.memory.pairs import Grid
 from onekv.memory.pool import LayerArrays, Pool
@@ -40,12 +42,11 @@ def measure(rows: int, prefix: int) -> tuple[float, float]:
     queries = mx.random.normal((rows, HEADS * QUERIES, 1, DIM)).astype(mx.bfloat16)
     positions = mx.full((rows,), length - 1, mx.int32)
     mx.eval(arrays.all, queries, positions)
-    grids = []
-    for shared in (256, 0):
-        pairs.SHARED = shared
-        grids.append(Grid.of(tables))
-        grids[-1].work(HEADS, 16)
-    compiled = [_calls(arrays, grid) for grid in grids]
+    compiled = []
+    for pairs.SHARED in (256, 0):
+        compiled.append(_calls(arrays, Grid.of(tables, [length - 1] * rows)))
+        # The work is cut when it is first asked for.
+        mx.eval(compiled[-1](queries, positions))
     times: list[list[float]] = [[], []]
     outs: list[mx.array] = [queries, queries]
     for _ in range(53):
@@ -62,16 +63,30 @@ def measure(rows: int, prefix: int) -> tuple[float, float]:
 def _calls(arrays: LayerArrays, grid: Grid) -> Callable[[mx.array, mx.array], mx.array]:
     """One after the other, each with the output of the one before as its queries; compiled, for the host's sake."""
 
+    counters = Counters()
+
     def calls(queries: mx.array, positions: mx.array) -> mx.array:
         for _ in range(CALLS):
-            queries = cuda_decode(queries, arrays, None, grid, positions, (pairs.NOWHERE, 0), DIM**-0.5, None)
+            queries = cuda_decode(queries, arrays, None, grid, positions, (pairs.NOWHERE, 0), DIM**-0.5, None, counters)
         return queries
 
     return mx.compile(calls)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["16x16384"])
+    parser.add_argument("--tune", action="store_true")
+    arguments = parser.parse_args()
+    ways = [(2, 2), (1, 2), (1, 3), (1, 4), (2, 3)] if arguments.tune else [(plain.AHEAD, plain.STAGES)]
+    for case in arguments.cases:
+        for plain.AHEAD, plain.STAGES in ways:
+            together, apart = measure(*map(int, case.split("x")))
+            how = f"{plain.AHEAD} tiles, {plain.STAGES} stages"
+            print(
+                f"{case}, {how}: together {together:.3f} ms, apart {apart:.3f} ms: {apart / together:.2f}x", flush=True
+            )
+
+
 if __name__ == "__main__":
-    for case in sys.argv[1:] or ["16x16384"]:
-        rows, prefix = map(int, case.split("x"))
-        together, apart = measure(rows, prefix)
-        print(f"{case}: together {together:.3f} ms, apart {apart:.3f} ms: {apart / together:.2f}x")
+    main()
