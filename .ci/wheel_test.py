@@ -1,10 +1,11 @@
 """Builds the wheel, or takes the one that is given, installs it into a bare environment and uses it there.
 
 The environment is new and sees nothing but what pip brings for the wheel and its extras: first `cpu`, with which all
-modules but the server's must load and answer, then `server`. The model is the default one, from the user's cache or
-fetched into it. Needs pip 22.3 and nothing else.
+modules that need no other extra must load and answer, then the others. The model is the default one, from the user's
+cache or fetched into it. Needs pip 22.3 and nothing else.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -17,13 +18,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# Imports the modules of the server, or all others.
+# The extra that modules need, by the beginning of their names; the longest counts. All others need `cpu` alone.
+NEEDS = {
+    "onekv.server": "server",
+    "onekv.server.events": "events",
+    "onekv.tiers.remote.valkey": "remote",
+    "onekv.tiers.remote.objects": "remote",
+    "onekv.cli.watch": "top",
+}
+# Imports the modules that need an extra.
 IMPORT_ALL = """
-import importlib, pkgutil, sys
+import importlib, json, pkgutil, sys
 import onekv
+needs, wanted = json.loads(sys.argv[1]), sys.argv[2]
 count = 0
 for module in pkgutil.walk_packages(onekv.__path__, "onekv."):
-    if module.name != "onekv.__main__" and module.name.startswith("onekv.server") == (sys.argv[1] == "server"):
+    rooms = [room for room in needs if (module.name + ".").startswith(room + ".")]
+    if module.name != "onekv.__main__" and needs.get(max(rooms, key=len, default=""), "cpu") == wanted:
         importlib.import_module(module.name)
         count += 1
 print(count, "modules of", onekv.__path__[0])
@@ -81,22 +92,23 @@ def smoke(wheel: Path, folder: Path) -> None:
     python, onekv = environment / "bin" / "python", environment / "bin" / "onekv"
 
     def install(extra: str) -> None:
+        """And import all that needs it."""
         # Not all of what comes with it is ever imported, so it is compiled on first use.
         pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile")
         run(*pip, f"onekv[{extra}] @ {wheel.as_uri()}", cwd=folder)
         step(f"pip install onekv[{extra}]")
+        step(run(python, "-c", IMPORT_ALL, json.dumps(NEEDS), extra, cwd=folder).strip())
 
     install("cpu")
     version = run(onekv, "--version", cwd=folder).strip()
     check(version == f"onekv {PROJECT['version']}", f"onekv --version says {version!r}")
-    step(run(python, "-c", IMPORT_ALL, "others", cwd=folder).strip())
     check("full attention" in run(onekv, "plan", "--kv-memory", "64MiB", cwd=folder), "onekv plan shows no plan")
     prompt = ("The capital of France is", "--max-tokens", "8", "--kv-memory", "64MiB")
     answer = run(onekv, "generate", *prompt, cwd=folder)
     check("Paris" in answer, f"onekv generate says {answer!r}")
     step("onekv --version, plan, generate")
-    install("server")
-    step(run(python, "-c", IMPORT_ALL, "server", cwd=folder).strip())
+    for extra in dict.fromkeys(NEEDS.values()):
+        install(extra)
 
 
 _started = time.monotonic()
