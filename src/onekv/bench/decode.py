@@ -166,8 +166,10 @@ class _OneKV:
         }
         probe = make_plan(model, Settings(kv_memory="1GiB", **options), None)
         token_bytes = sum(g.token_bytes for g in probe.layout.groups)
-        # Rounded up as the plan rounds down.
-        blocks = -(-batch * -(-length // block_size) * block_size // 256) * 256 // block_size
+        # What is shared is stored once. Rounded up as the plan rounds down.
+        common_blocks = common // block_size
+        blocks = common_blocks + batch * (-(-length // block_size) - common_blocks)
+        blocks = -(-blocks * block_size // 256) * 256 // block_size
         settings = Settings(kv_memory=max(1, blocks * block_size * token_bytes), **options)
         self.engine = Engine(model, make_plan(model, settings, None), set(), settings)
         self._common, self._together = common, together
