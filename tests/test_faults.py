@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from architectures import VOCAB, build
-from onekv.engine import End, Request
+from onekv.engine import End, Request, Sampling
+from onekv.engine.view import read_stats
 from onekv.errors import OneKVError, RequestFailedError
 from onekv.prefix.lease import Lease
 from test_prefix_exact import make_engine, run, tokens
@@ -111,6 +112,92 @@ def test_a_constraint_that_raises_ends_its_own_request_alone(error):
         assert isinstance(bad.result(), OneKVError)
         assert isinstance(good.result(), End)
         assert good.request.tokens == expected
+
+
+class Unsure(BadConstraint):
+    def allowed(self):
+        self.left -= 1
+        if not self.left:
+            raise self.error
+        return np.ones(VOCAB, np.bool_)
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("speculate", ["off", "auto"])
+def test_a_constraint_that_cannot_say_what_is_allowed_ends_its_own_request_alone(speculate):
+    expected = run(make_engine(build("llama")), [tokens(30, 1)], 12)[0].tokens
+    engine = make_engine(build("llama"), speculate=speculate)
+    good = Request(tokens(30, 1), 12)
+    # Guesses are made for one that repeats itself.
+    bad = Request(tokens(10, 2) * 4, 12, constraint=Unsure(ValueError(SECRET)))
+    for request in (bad, good):
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert isinstance(bad.error, RequestFailedError)
+    assert SECRET not in str(bad.error)
+    assert good.tokens == expected
+    engine.check_integrity()
+
+
+def test_a_stop_token_that_the_model_has_no_logit_for_fails_nobody():
+    engine = make_engine(build("llama"))
+    engine.stop_tokens = {VOCAB + 5}
+    requests = [Request(tokens(30, 1), 6, Sampling(min_tokens=4)), Request(tokens(30, 2), 6)]
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+    assert [request.finish_reason for request in requests] == ["length", "length"]
+
+
+class BadProposer:
+    """Raises in one of its methods, and proposes nothing."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.calls = method, 0
+
+    def _call(self, name: str) -> None:
+        if name == self.method:
+            self.calls += 1
+            raise ValueError(SECRET)
+
+    def propose(self, request, limit):
+        self._call("propose")
+
+    def learn(self, request):
+        self._call("learn")
+
+    def forget(self, request):
+        self._call("forget")
+
+    def clear(self):
+        self._call("clear")
+
+
+@pytest.mark.parametrize("method", ["propose", "learn", "forget", "clear"])
+def test_a_proposer_that_raises_is_not_asked_again_and_changes_no_answer(method):
+    expected = run(make_engine(build("llama")), [tokens(30, 1)], 8)[0].tokens
+    proposer = BadProposer(method)
+    engine = make_engine(build("llama"))
+    assert engine.speculation is not None
+    engine.speculation.proposer = proposer
+    for _ in range(2):
+        answered, cancelled = Request(tokens(30, 1), 8), Request(tokens(20, 2), 50)
+        engine.submit(answered)
+        engine.submit(cancelled)
+        while not answered.finished:
+            engine.step()
+        engine.cancel([cancelled])
+        engine.clear_cache()
+        assert answered.tokens == expected
+    assert proposer.calls == 1
+    assert "the proposer failed" in read_stats(engine).unspeculated
+    assert all(pool.held == 0 for pool in read_stats(engine).pools)
+    engine.check_integrity()
 
 
 def test_the_text_of_an_internal_error_does_not_reach_the_client():

@@ -8,16 +8,21 @@ Where logits were computed in another way than one token at a time would be, the
 `margin` is the distance, as a change of all logits, at which another one could win.
 """
 
+import logging
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from ..errors import RequestFailedError
+from ..errors import OneKVError, RequestFailedError
 from .params import Rule
 from .request import Logprob, Request
+
+log = logging.getLogger("onekv.engine")
+Numbers = np.ndarray[Any, Any]
 
 
 @dataclass
@@ -56,6 +61,8 @@ def sample(logits: mx.array, requests: list[Request], drawn: list[int], toleranc
     if processed is not logits:
         sound &= mx.isfinite(processed.max(axis=-1))
     adjusted = _adjust(processed, requests, drawn)
+    if any(request.error is not None for request in requests):
+        sound &= mx.array([request.error is None for request in requests])
     rows_by_rule: dict[tuple[Rule, float | None], list[int]] = {}
     for row, request in enumerate(requests):
         within = tolerance * _stretch(request) if tolerance is not None else None
@@ -111,7 +118,7 @@ def _report(result: Drawn, logits: mx.array, top: int) -> None:
 
 
 def _process(logits: mx.array, requests: list[Request]) -> mx.array:
-    """Logits after the callers' own functions. Who has one that fails gets NaN, and its `error`."""
+    """Logits after the callers' own functions. A request whose function fails has an `error`."""
     if not any(request.sampling.logits_processors for request in requests):
         return logits
     rows = []
@@ -123,7 +130,6 @@ def _process(logits: mx.array, requests: list[Request]) -> mx.array:
             except Exception as error:  # noqa: BLE001  it is the request's own, and ends it alone
                 request.error = RequestFailedError(f"a logits processor failed: {error!r}")
                 request.error.__cause__ = error
-                row = mx.full(row.shape, mx.nan, row.dtype)
         rows.append(row.astype(mx.float32))
     return mx.concatenate(rows)
 
@@ -147,24 +153,37 @@ def _adjust(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.a
     added = np.zeros((len(requests), vocabulary), np.float32)
     factor = np.ones((len(requests), vocabulary), np.float32)
     for row, request in enumerate(requests):
-        rule = request.sampling
-        if rule.looks_back and request.tokens:
-            seen, counts = np.unique(np.array(request.tokens), return_counts=True)
-            added[row, seen] -= rule.presence_penalty + rule.frequency_penalty * counts
-        if rule.repetition_penalty != 1:
-            factor[row, list(set(request.all_tokens))] = rule.repetition_penalty
-        for token, bias in dict(rule.logit_bias).items():
-            added[row, token] += bias
-        if early[row]:
-            added[row, list(request.stop_tokens)] = -np.inf
-        if request.constraint is not None:
-            # A tokenizer may know more ids than the model has logits.
-            allowed = request.constraint.allowed()[:vocabulary]
-            added[row, : len(allowed)][~allowed] = -np.inf
-            added[row, len(allowed) :] = -np.inf
+        add_rules(request, early[row], added[row], factor[row])
     scale = mx.array(factor)
     logits = logits.astype(mx.float32)
     return mx.where(logits > 0, logits / scale, logits * scale) + mx.array(added)
+
+
+def add_rules(request: Request, early: bool, added: Numbers, factor: Numbers) -> None:
+    """What one request's rules add to its logits, and divide them by. If they fail, the request has an `error`."""
+    try:
+        _rules(request, early, added, factor)
+    except Exception as error:
+        log.exception("the rules of a request failed; it ends with an error")
+        request.error = error if isinstance(error, OneKVError) else RequestFailedError.internal(error)
+
+
+def _rules(request: Request, early: bool, added: Numbers, factor: Numbers) -> None:
+    rule = request.sampling
+    if rule.looks_back and request.tokens:
+        seen, counts = np.unique(np.array(request.tokens), return_counts=True)
+        added[seen] -= rule.presence_penalty + rule.frequency_penalty * counts
+    if rule.repetition_penalty != 1:
+        factor[list(set(request.all_tokens))] = rule.repetition_penalty
+    for token, bias in dict(rule.logit_bias).items():
+        added[token] += bias
+    # A tokenizer may know more ids than the model has logits.
+    if early:
+        added[[token for token in request.stop_tokens if token < added.size]] = -np.inf
+    if request.constraint is not None:
+        allowed = request.constraint.allowed()[: added.size]
+        added[: allowed.size][~allowed] = -np.inf
+        added[allowed.size :] = -np.inf
 
 
 def _peaks(logits: mx.array) -> mx.array:

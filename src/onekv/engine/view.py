@@ -74,7 +74,7 @@ class Stats:
         if self.speculation is not None:
             proposed, accepted = self.speculation.proposed, self.speculation.accepted
             lines.append(f"  speculation: {accepted:,} of {proposed:,} proposed tokens accepted")
-        elif self.unspeculated is not None:
+        if self.unspeculated is not None:
             lines.append(f"  no speculation: {self.unspeculated}")
         if self.unused_kernels is not None:
             lines.append(f"  attention by MLX's operations: {self.unused_kernels}")
@@ -106,7 +106,7 @@ def read_stats(engine: Engine) -> Stats:
         one_by_one=engine.runner.one_by_one,
         uncompiled=engine.runner.uncompiled,
         speculation=engine.speculation.stats() if engine.speculation is not None else None,
-        unspeculated=engine.unspeculated,
+        unspeculated=engine.unspeculated or (engine.speculation.failed if engine.speculation is not None else None),
         unused_kernels="; ".join(engine.memory.unused_kernels) or None,
         divergence=engine.divergence,
     )

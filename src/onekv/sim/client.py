@@ -31,6 +31,9 @@ class Switching:
         self._answer: list[int] = []
 
     def allowed(self) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+        if self._faults.strikes("allowed"):
+            self._blame()
+            raise Injected("a constraint does not know")
         return every_third(self._answer)
 
     def advance(self, token: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .faults import DISK_SITES, ENGINE_SITES, REMOTE_SITES
+from .faults import ASKED_SITES, DISK_SITES, ENGINE_SITES, REMOTE_SITES
 
 STATES = ("waiting", "looking", "loading", "prefilling", "running")
 TRANSITIONS = (
@@ -30,7 +30,7 @@ TOPICS = {
         *("store: pauses", "store: late", "value damaged"),
     ),
     "process": ("start", "restart", "kill", "refused: too many", "call refused"),
-    "faults that struck": (*ENGINE_SITES, *DISK_SITES, *REMOTE_SITES),
+    "faults that struck": (*ENGINE_SITES, *ASKED_SITES, *DISK_SITES, *REMOTE_SITES),
 }
 
 

@@ -9,6 +9,8 @@ text              a detokenizer raises                      its request
 emit              a consumer raises                         its request
 states            reading recurrent states raises           whom the engine works for just then
 tier              the tier breaks its promise and raises    whom the engine works for just then
+allowed           a constraint raises when it is asked      its request
+proposer          a proposer raises                         nobody: it is not asked again
 the rest          the disk, the store: see `SimFiles` and   nobody: a tier never fails a request
                   `SimStore` (store.py)
 """
@@ -25,6 +27,8 @@ import numpy as np
 from ..tiers.files import Clock, Files, Where
 
 ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
+# Armed by an operation of their own, so that scripts recorded before them stay what they are.
+ASKED_SITES = ("allowed", "proposer")
 DISK_SITES = (
     "disk full",
     "disk error",

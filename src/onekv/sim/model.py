@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 
 from ..engine import Request
 from ..engine.runner import Runner
-from ..engine.sampling import Drawn
+from ..engine.sampling import Drawn, add_rules
 from ..memory.kv import KVMemory
 from ..memory.pool import Pool
 from ..memory.pool.sequence import Sequence
@@ -154,9 +154,11 @@ class HostRunner(Runner):
     ) -> Drawn:
         scores = np.array(logits)
         sound = np.isfinite(scores[:, 0])
+        factor = np.ones(scores.shape[1:], np.float32)
         for row, request in enumerate(requests):
             if request.constraint is not None:
-                scores[row, ~request.constraint.allowed()] = -np.inf
+                add_rules(request, False, scores[row], factor)
+                sound[row] &= request.error is None
         best = scores.argmax(axis=-1)
         # Some are in doubt, for no reason.
         sure = mx.array(best % DOUBTFUL != 1) if tolerance is not None else None

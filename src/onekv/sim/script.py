@@ -14,7 +14,16 @@ from random import Random
 
 from .client import Client, letter
 from .config import Config, make_config, vary
-from .faults import DISK_SITES, ENGINE_SITES, REMOTE_SITES, Kill, damage_file, damage_index, noise_in_index
+from .faults import (
+    ASKED_SITES,
+    DISK_SITES,
+    ENGINE_SITES,
+    REMOTE_SITES,
+    Kill,
+    damage_file,
+    damage_index,
+    noise_in_index,
+)
 from .model import Violation
 from .world import World
 
@@ -41,6 +50,7 @@ WEIGHTS = {
     "neighbour": 3,
     "kill": 0.12,
     "restart": 0.15,
+    "break what is asked": 1.5,
 }
 
 
@@ -251,6 +261,10 @@ def _break_engine(world: World, a: int, b: int) -> None:
     world.faults.arm(ENGINE_SITES[a % len(ENGINE_SITES)], 1 + b % 12)
 
 
+def _break_asked(world: World, a: int, b: int) -> None:
+    world.faults.arm(ASKED_SITES[a % len(ASKED_SITES)], 1 + b % 12)
+
+
 def _break_disk(world: World, a: int, b: int) -> None:
     world.faults.arm(DISK_SITES[a % len(DISK_SITES)], 1 + b % 40)
 
@@ -302,6 +316,7 @@ _ACTIONS: dict[str, Callable[[World, int, int], None]] = {
     "probe": _probe,
     "stats": _stats,
     "break the engine": _break_engine,
+    "break what is asked": _break_asked,
     "break the disk": _break_disk,
     "damage a file": _damage_file,
     "damage the index": _damage_index,

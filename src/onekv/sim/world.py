@@ -109,7 +109,7 @@ class World:
             [tier for tier in (self.tier, self.remote) if tier is not None],
             now=self.clock.monotonic,
             make_runner=self._make_runner,
-            proposer=Guesses(self.truth, config.guesses),
+            proposer=Guesses(self.truth, config.guesses, self.faults),
         )
         self.model.expected, self.model.before = self._expected, self._before
         self.copies = Copies(engine.prefix)

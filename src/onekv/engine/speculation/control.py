@@ -10,6 +10,7 @@ first proposal to its end. Nothing here touches the memory: room for proposals i
 by the engine.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -18,8 +19,12 @@ from ..request import Request
 from .log import Match
 from .pace import ALL, DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, class_of
 
+log = logging.getLogger("onekv.engine")
+
 
 class Proposer(Protocol):
+    """None of these should raise. One that does is not asked again (`Speculation.failed`); answers do not change."""
+
     def propose(self, request: Request, limit: int) -> Match | None:
         """At most `limit` tokens that may follow those of `request`."""
 
@@ -79,6 +84,8 @@ class Speculation:
         self._found, self._drafted = Costs(), Costs()
         self._guesses: dict[Request, Guess] = {}
         self._proposed = self._accepted = self._steps = self._doubtful = 0
+        # Why the proposer is not asked any more.
+        self.failed: str | None = None
 
     def propose(self, requests: list[Request]) -> Proposals | None:
         """What to verify for each of `requests` in their next step; None: nothing for anybody.
@@ -107,7 +114,17 @@ class Speculation:
         return max(0, min(self.most, request.max_tokens - len(request.tokens) - 1))
 
     def _find(self, request: Request, limit: int) -> Match | None:
-        return self.proposer.propose(request, limit) if self.proposer is not None and limit else None
+        if self.proposer is None or not limit:
+            return None
+        try:
+            return self.proposer.propose(request, limit)
+        except Exception as error:
+            self._dismiss(error)
+            return None
+
+    def _dismiss(self, error: Exception) -> None:
+        log.error("the proposer failed and is not asked again; answers go on without its guesses", exc_info=error)
+        self.proposer, self.failed = None, f"the proposer failed: {error!r}"
 
     def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:
         """How many tokens of each proposal to verify, where they are of these kinds and lengths."""
@@ -171,14 +188,22 @@ class Speculation:
     def ended(self, request: Request, kept: bool) -> None:
         """`kept`: what it has computed is cached, and its tokens may be proposed to others."""
         self._guesses.pop(request, None)
-        if self.proposer is not None:
+        if self.proposer is None:
+            return
+        try:
             if kept:
                 self.proposer.learn(request)
             self.proposer.forget(request)
+        except Exception as error:
+            self._dismiss(error)
 
     def clear(self) -> None:
-        if self.proposer is not None:
+        if self.proposer is None:
+            return
+        try:
             self.proposer.clear()
+        except Exception as error:
+            self._dismiss(error)
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._proposed, self._accepted, self._steps, self._doubtful)
