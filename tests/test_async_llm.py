@@ -153,7 +153,7 @@ def test_errors_are_those_of_llm(expected):
     async def work(llm):
         for wrong, options, error, text in (
             ([], {}, PromptError, "the prompt is empty"),
-            ("Hi", {}, PromptError, "a text needs the model's tokenizer"),
+            ("Hi", {}, PromptError, "a text prompt needs the model's tokenizer"),
             ([1], {"tempreture": 1}, SettingError, "did you mean temperature"),
             ([1] * 10**5, {}, OneKVError, "raise --kv-memory"),
         ):

@@ -102,7 +102,7 @@ def test_a_trial_where_there_is_no_metal():
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("import os; os.abort()", "it was ended by signal 6"),
+        ("import os; os.abort()", "it was killed by signal 6"),
         ("import time; print('{}', flush=True); time.sleep(60)", "it was still running after 2 s"),
         ("raise KeyError('lanes')", "it ended with status 1: KeyError: 'lanes'"),
     ],

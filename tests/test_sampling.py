@@ -246,7 +246,7 @@ def test_chat_template_kwargs_reach_the_template(smollm):
     with pytest.raises(SettingError, match="chat_template_kwargs is 5"):
         smollm.chat(messages, chat_template_kwargs=5)
     broken = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
-    with pytest.raises(PromptError, match="does not take these messages: roles must alternate"):
+    with pytest.raises(PromptError, match="does not accept these messages: roles must alternate"):
         smollm.chat(messages, chat_template_kwargs=broken)
 
 

@@ -191,7 +191,7 @@ def test_it_connects_again_when_the_server_restarts(tiny: str) -> None:
         await pilot.press("u")
         assert not isinstance(app.screen, Question), "a single model is not unloaded"
         await asyncio.to_thread(stop_server, servers[0])
-        await until(pilot, lambda: text(app, "status").startswith("not connected, trying again: "))
+        await until(pilot, lambda: text(app, "status").startswith("not connected, retrying: "))
         servers.append(await asyncio.to_thread(start_server, *flags))
         await until(pilot, lambda: app.reason is None)
         await until(pilot, lambda: any(said.startswith("connected again after ") for said in notices(app)))

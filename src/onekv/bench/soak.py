@@ -257,7 +257,7 @@ class _Soak:
         deadline = time.monotonic() + SETTLE_S
         while any((await self._check())["requests"].values()):
             if time.monotonic() > deadline:
-                self._report.wrong.append(f"requests were still there {SETTLE_S:.0f} s after the last client went")
+                self._report.wrong.append(f"requests were still there {SETTLE_S:.0f} s after the last client left")
                 break
             await asyncio.sleep(1)
         server = self._server

@@ -106,7 +106,7 @@ class Asking:
         return SettingError(f"the server on {self.url} is not a OneKV server; {self.elsewhere}")
 
     def _cut(self) -> NoServerError:
-        return NoServerError(f"the server on {self.url} went away in the midst of its answer")
+        return NoServerError(f"the server on {self.url} closed the connection in the middle of its answer")
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
         said = _message(error.read())

@@ -55,8 +55,8 @@ def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int]) -> str | N
         return None
     better = _fitting(engine.plan.layout, kv_format)
     return (
-        f"--kv-format {kv_format} suits this model badly: on a short text, its predictions diverge from those with "
-        f"plain KV by {found:.2g} nats per token, more than {BOUND:g}; the next larger format is {better}"
+        f"--kv-format {kv_format} is a poor fit for this model: on a short text, its predictions diverge from those "
+        f"with plain KV by {found:.2g} nats per token, more than {BOUND:g}; the next larger format is {better}"
     )
 
 

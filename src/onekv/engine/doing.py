@@ -18,14 +18,14 @@ What = Literal["loading", "idle", "order", "step", "closing", "ended"]
 
 _WORDS: dict[str, str] = {
     "loading": "loading the model",
-    "order": "carrying out an order between two steps",
-    "step": "making a step",
-    "closing": "storing what is cached",
+    "order": "executing a command between two steps",
+    "step": "running a step",
+    "closing": "storing the cache",
 }
 # What a step does for a request, by the state that the request is in.
 _STEPS: dict[RequestState, str] = {
     "waiting": "admitting",
-    "looking": "looking for what is cached",
+    "looking": "looking up the cache",
     "loading": "reading from the disk cache",
     "prefilling": "prefilling",
     "running": "decoding",

@@ -143,7 +143,7 @@ class Engine:
         try:
             yield
         except Exception as error:
-            log.exception("a step failed; the requests it was for (%d) end with an error", len(requests))
+            log.exception("a step failed; its requests (%d) end with an error", len(requests))
             for request in list(requests):
                 if not request.finished:
                     request.error = RequestFailedError.internal(error)
@@ -374,7 +374,7 @@ class Engine:
             if request.pin and reason != "cancelled":
                 self._pin(request)
         except Exception as error:
-            log.exception("what a request computed could not be kept; it ends with an error")
+            log.exception("the KV of a request could not be cached; it ends with an error")
             request.finish_reason, request.error = "error", RequestFailedError.internal(error)
             self._discard(lease)
 

@@ -118,7 +118,7 @@ class Jobs:
         try:
             delta = job.output.take(request)
         except Exception as error:
-            log.exception("the text of a request could not be made; it ends with an error")
+            log.exception("the text of a request could not be decoded; it ends with an error")
             engine.end(request, "error", RequestFailedError.internal(error))
             # It may have ended by itself with the same token.
             request.finish_reason, request.error = "error", request.error or RequestFailedError.internal(error)

@@ -81,7 +81,7 @@ class Runner:
         """Start a step for `requests`, and give what the one in the air, if there is one, has given the same."""
         # It stays where it is until the next one has started: a step that is interrupted is made again.
         flight = self.flight
-        assert flight is None or flight.requests == requests, "the step in the air is of other requests"
+        assert flight is None or flight.requests == requests, "the step in flight has other requests"
         sequences = [request.sequence for request in requests]
         if flight is None:
             logits = self.forward(sequences, mx.array([request.next_input for request in requests]))
@@ -103,7 +103,7 @@ class Runner:
 
         No step may be in the air. What is stored of proposals that were wrong is for the caller to take back.
         """
-        assert self.flight is None, "the step in the air decides what is next"
+        assert self.flight is None, "the step in flight decides what is next"
         tokens = [
             token for request, some in zip(requests, proposals, strict=True) for token in (request.next_input, *some)
         ]
@@ -115,7 +115,7 @@ class Runner:
 
     def draft(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         """Guess so many of `counts` next tokens of each request. No step may be in the air; there is room for them."""
-        assert self.drafting is not None and self.flight is None, "there is no draft model, or a step is in the air"
+        assert self.drafting is not None and self.flight is None, "there is no draft model, or a step is in flight"
         return self.drafting.guess(requests, counts)
 
     def _start(self, requests: list[Request], logits: mx.array) -> None:

@@ -36,7 +36,7 @@ UNPROVEN = {"cuda"}
 SAFETY, LEAST_EXACT, LEAST = 4.0, 1e-4, 1e-2
 # Chooses what to read by the slot a token lies in, and only in contexts too long to try here.
 BY_SLOT = {"mlx_lm.models.minimax_m3_vl"}
-BY_SLOT_REASON = "the model takes the place of a token in memory for its position"
+BY_SLOT_REASON = "the model uses a token's place in memory as its position"
 
 
 def set_direct(model: Module, memory: KVMemory) -> None:
@@ -59,12 +59,12 @@ def why_one_by_one(model: Module, memory: KVMemory) -> str | None:
     try:
         together = _decode(model, memory, range(len(LENGTHS)))
     except OutOfBlocks:
-        return "the KV pool has no room for two sequences to try it with"
+        return "the KV pool has no room for two sequences to test it with"
     except (TypeError, ValueError) as error:
         return _needs_a_number(error)
     if _close(together, alone, memory):
         return None
-    return "the model's output for a row depends on the rows beside it"
+    return "the model's output for a row depends on the other rows"
 
 
 def stores_together(model: Module, memory: KVMemory, one_by_one: str | None) -> bool:
@@ -93,7 +93,7 @@ def compile_decode(
         return None, "--kernels is off"
     if memory.sharded:
         return None, "the model is sharded, and its collectives run in MLX's own graphs (tensor parallel)"
-    no_loops = loops.why_not() if memory.on_cpu else "attention here is not by a kernel that stores new tokens itself"
+    no_loops = loops.why_not() if memory.on_cpu else "attention does not run in a kernel that stores new tokens itself"
     if no_loops is not None and not memory.has_kernels:
         return None, no_loops
     expected = _decode(model, memory, [1])
@@ -106,7 +106,7 @@ def compile_decode(
         return None, f"the model cannot be compiled ({str(error).splitlines()[0][:80]})"
     if _close(logits, expected, memory):
         return compiled, None
-    return None, "the model's output is another when it is compiled"
+    return None, "the compiled model's output differs"
 
 
 def compiled_untested(model: Module, memory: KVMemory) -> CompiledDecode | LoopedDecode | None:
@@ -130,13 +130,13 @@ def try_several(
     model: Module, memory: KVMemory, one_by_one: str | None, compiled: CompiledDecode | LoopedDecode | None
 ) -> Several:
     if memory.state_layers:
-        return Several(0.0, "the model has recurrent states, which cannot be taken back")
+        return Several(0.0, "the model has recurrent states, which cannot be rolled back")
     if one_by_one is None and type(model).__module__ in BY_SLOT:
         one_by_one = BY_SLOT_REASON
     if one_by_one is not None:
         return Several(0.0, one_by_one)
     if memory.device in UNPROVEN:
-        return Several(0.0, f"several tokens of a sequence in one step have not been shown to pay on {memory.device}")
+        return Several(0.0, f"several tokens of a sequence per step have not been shown to pay off on {memory.device}")
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     tolerance = 0.0
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
@@ -166,7 +166,7 @@ def _try_count(
     except (TypeError, ValueError) as error:
         return _needs_a_number(error)
     if not _close(together, alone, memory):
-        return "the model's output for several tokens of a sequence is not that of one at a time"
+        return "the model's output for several tokens of a sequence differs from that for one at a time"
     spacing = mx.finfo(alone.dtype).eps * float(mx.abs(alone).max())
     spread = float(alone.astype(mx.float32).std())
     apart = float(mx.abs(together.astype(mx.float32) - alone.astype(mx.float32)).max())
@@ -204,7 +204,7 @@ def forward(
 
 
 def _needs_a_number(error: Exception) -> str:
-    return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
+    return f"the model does not accept one position per row ({str(error).splitlines()[0][:80]})"
 
 
 def store(model: Module, memory: KVMemory, sequences: list[Sequence], tokens: list[list[int]]) -> None:

@@ -101,8 +101,8 @@ class EngineThread:
             self.check_open()
             if self.open_jobs + len(jobs) > self._room:
                 raise OverloadedError(
-                    f"{self.open_jobs} requests are running or waiting and {self._room} may; try again later "
-                    "(--max-waiting changes that)",
+                    f"{self.open_jobs} requests are running or waiting, the limit is {self._room}; try again later "
+                    "(--max-waiting changes it)",
                     retry_after=2,
                 )
             self._submitted += len(jobs)
@@ -204,7 +204,7 @@ class EngineThread:
         self._thread.join(LOOK_SECONDS)
         while self._thread.is_alive():
             if self._now() >= self._deadline and self.stuck(step_limit):
-                raise StuckError(f"{self.complaint(step_limit)}; what was cached in memory alone is lost")
+                raise StuckError(f"{self.complaint(step_limit)}; what was cached only in memory is lost")
             self._thread.join(LOOK_SECONDS)
         _wait_until_gone(self._thread)
 
@@ -225,7 +225,7 @@ class EngineThread:
             while self.turn(engine):
                 pass
         except BaseException:
-            log.critical("the engine cannot go on; all requests end", exc_info=True)
+            log.critical("the engine cannot continue; all requests end", exc_info=True)
             self.failed = True
         self.close(engine)
 
@@ -271,7 +271,7 @@ class EngineThread:
                 if order is not None:
                     order(engine)
             except Exception:
-                log.exception("an order to an engine that is closed failed")
+                log.exception("a command to a closed engine failed")
         self._jobs.close()
         self._begin("ended")
 

@@ -56,7 +56,7 @@ class CompiledFiles:
             self._remove_others()
         except OSError as error:
             log.warning(
-                "onekv: compiled loops cannot be kept in %s (%s): every start compiles them", self._folder, error
+                "onekv: compiled loops cannot be cached in %s (%s): every start compiles them", self._folder, error
             )
 
     def flush(self) -> None:

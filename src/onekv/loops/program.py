@@ -31,7 +31,7 @@ from . import call, tapes
 from .graph import Graph, Operation
 from .primitives import Array, Shape
 
-COMPILING = "onekv: compiling small operations for this processor; that is done once and takes some seconds"
+COMPILING = "onekv: compiling small operations for this processor; this is done once and takes some seconds"
 # What gives a view of its input, where it can.
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unflatten"}
 # Constants up to so many numbers are copied where tapes find them.

@@ -93,7 +93,7 @@ class KVMemory:
         interrupted, the sequences are as they were and it can be made again.
         """
         counts = [count] * len(sequences) if isinstance(count, int) else count
-        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
+        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model have the same length"
         assert not self.state_layers or not spread or max(counts) == 1, "a recurrent state has one token a step"
         step = Step(sequences, counts, self._previous, spread)
         self._load_states(sequences)
@@ -137,7 +137,7 @@ class KVMemory:
 
         A recurrent state cannot be taken back.
         """
-        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be taken back"
+        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be rolled back"
         sequence.truncate(length)
 
     @contextmanager
@@ -177,7 +177,7 @@ class KVMemory:
     def current(self) -> Step:
         """The step that is being made."""
         step = self._holder.step
-        assert step is not None, "no step is being made"
+        assert step is not None, "no step is in progress"
         return step
 
     @property

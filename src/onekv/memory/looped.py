@@ -68,7 +68,7 @@ class Recorder:
     def __call__(self, layer: PagedLayer, group: int, call: Call, new: Pair | None) -> mx.array:
         reach, attend = call.step.reach(call.mask), choose(layer.kv, call.step.block_size)
         if reach is None or attend is None or not layer.stock:
-            raise Untraceable("a layer attends in a way that loops cannot")
+            raise Untraceable("a layer uses attention that loops do not support")
         how = (call.scale, reach, new is not None, call.sinks is not None)
         self.calls.append(Attention(attend, layer.kv, group, *how))
         self.outputs += [call.queries, *(new or ()), *([call.sinks] if call.sinks is not None else [])]
@@ -127,7 +127,7 @@ class LoopedDecode:
         try:
             program = Program(forward, [*fixed, *examples], sections)
         except Unsupported as reason:
-            raise Untraceable(f"the model has an operation that loops cannot do: {reason}") from reason
+            raise Untraceable(f"the model has an operation that loops do not support: {reason}") from reason
         if BLOCKS in program.used:
             raise Untraceable("the model uses the mask of a decode step")
         for index in range(len(examples)):

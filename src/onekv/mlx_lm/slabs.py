@@ -88,7 +88,7 @@ class Slabs:
         if size > self.free:
             raise PoolFullError(
                 f"KV memory is full: {format_size(size)} more are needed, {format_size(self.used)} of "
-                f"{format_size(self.limit)} are in use; raise kv_memory (--kv-memory) or send less at once"
+                f"{format_size(self.limit)} are in use; raise kv_memory (--kv-memory) or send fewer requests at once"
             )
         with self._lock:
             self.used += size

@@ -273,7 +273,7 @@ class PrefixCache:
         self._store.check_integrity()
         for node in (node for paths in self._pins.values() for path in paths for node in path):
             if self.index.nodes.get(node.key) is not node or not node.pins:
-                raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned and not cached any more")
+                raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned and no longer cached")
         nodes = self.index.nodes.values()
         groups = range(len(self._memory.pools))
         self._memory.check_integrity([[node.blocks[g] for node in nodes if held(node, g)] for g in groups])

@@ -225,7 +225,7 @@ class Lease:
 
     def truncate(self, length: int) -> None:
         """Take back the last tokens, which were not published: `length` are left."""
-        assert length >= self._at.end, "what is published cannot be taken back"
+        assert length >= self._at.end, "published blocks cannot be taken back"
         self._store.memory.truncate(self.sequence, length)
 
     def stops(self, prompt: list[int], stop_tokens: set[int]) -> list[int]:

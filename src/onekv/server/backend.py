@@ -128,7 +128,7 @@ class Backend:
         if name not in (*self.names, "default") and not self.served.any_model:
             known = " or ".join(map(repr, self.names))
             raise NotFoundError(
-                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on takes all)"
+                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on accepts any)"
             )
 
     def encode(self, prompt: str | list[int]) -> list[int]:
@@ -137,7 +137,7 @@ class Backend:
             try:
                 return [int(token) for token in self.tokenizer.encode(prompt)]
             except UnicodeEncodeError:
-                raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
+                raise BadRequestError("it contains a lone surrogate", "prompt") from None
         vocabulary = self.llm.vocabulary
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:

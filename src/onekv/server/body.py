@@ -11,7 +11,7 @@ def whole(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half a character (a lone surrogate)") from None
+        raise ValueError("contains a lone surrogate") from None
     return text
 
 

@@ -69,7 +69,7 @@ class Limits:
             self._logged = time.monotonic()
             log.warning("%d connections are open; %d were refused (--max-connections)", self.connections, self._refused)
             self._refused = 0
-        message = f"{self.connections} connections are open and no more may be (--max-connections); try again later"
+        message = f"{self.connections} connections are open, which is the limit (--max-connections); try again later"
         transport.write(_answer("503 Service Unavailable", "overloaded_error", message))
         if self._lingering >= self._most_lingering:
             transport.set_protocol(asyncio.Protocol())

@@ -116,7 +116,7 @@ def for_client(error: Exception) -> OneKVError:
         return error
     known_as = request_id() or new_id()
     log.error("request %s failed", known_as, exc_info=error)
-    return RequestFailedError(f"internal error; the server's log has it as {known_as}")
+    return RequestFailedError(f"internal error; in the server's log, look for {known_as}")
 
 
 def headers_of(error: OneKVError) -> dict[str, str]:

@@ -97,14 +97,14 @@ class Guard(Around):
         if given is None:
             return
         if not self._settings.allows_host(_host_name(given), keys=bool(self._keys)):
-            raise MisdirectedError(f"this server may not be called {given!r} (--allowed-hosts allows names)")
+            raise MisdirectedError(f"this server is not available as {given!r} (--allowed-hosts adds names)")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
         if origin != f"{scope['scheme']}://{headers.get('host')}":
-            raise ForbiddenError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
+            raise ForbiddenError(f"web pages from {origin} may not call this server (--cors-origin allows origins)")
 
     def _key(self, path: str, headers: Headers) -> int:
         """Which key the request has. Raises UnauthorizedError if it has none that is known."""
@@ -119,13 +119,13 @@ class Guard(Around):
         # All are compared, so that time does not tell which one was close.
         known = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(known):
-            raise UnauthorizedError("the API key is not one of this server's")
+            raise UnauthorizedError("the API key is unknown to this server")
         return known.index(True)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
-            raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are read (--max-body)")
+            raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are accepted (--max-body)")
         received: list[bytes] = []
         size, more = 0, True
         while more:

@@ -132,7 +132,7 @@ def read_table(file: Mapping[str, Any]) -> tuple[dict[str, Rule], dict[str, Any]
 
 def _rule(name: str, given: Mapping[str, Any], where: str) -> Rule:
     if name == NONE or not regex.fullmatch(r"[\w-]+", name):
-        raise SettingError(f"{where}: the name of a rule has letters, digits, - and _ alone, and is not {NONE!r}")
+        raise SettingError(f"{where}: a rule's name may only have letters, digits, - and _, and cannot be {NONE!r}")
     keys = ["pattern", "replace"]
     for key, value in given.items():
         if key not in keys:
@@ -140,10 +140,10 @@ def _rule(name: str, given: Mapping[str, Any], where: str) -> Rule:
         if not isinstance(value, str):
             raise SettingError(f"{where}: {key} is {value!r}; it must be text")
     if "pattern" not in given:
-        raise SettingError(f"{where} has no pattern; give one, such as pattern = '^Session id: .*\\n'")
+        raise SettingError(f"{where} has no pattern; set one, such as pattern = '^Session id: .*\\n'")
     rule = Rule(name, (given["pattern"],), given.get("replace", ""))
     if _compiled(rule, given["pattern"]).search(""):
-        raise SettingError(f"{where}: the pattern {given['pattern']!r} matches where there is nothing")
+        raise SettingError(f"{where}: the pattern {given['pattern']!r} matches the empty string")
     return rule
 
 

@@ -72,8 +72,8 @@ def continues(call: ChatCall) -> bool:
         return False
     if call.schema is not None or call.tool_choice not in ("auto", "none"):
         raise BadRequestError(
-            "the last message is the assistant's, and the answer goes on from it: it cannot be given a form "
-            "(response_format, tool_choice) as well; end with a user message",
+            "the last message is the assistant's, which the answer continues: response_format and tool_choice cannot "
+            "be enforced for it; end with a user message",
             f"messages.{len(call.messages) - 1}",
         )
     return True

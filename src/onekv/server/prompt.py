@@ -85,9 +85,9 @@ def _refusing(backend: Backend) -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError:
-        raise BadRequestError("the text has half a character (a lone surrogate)", "messages") from None
+        raise BadRequestError("the text contains a lone surrogate", "messages") from None
     except TEMPLATE_ERRORS as error:
-        message = f"the chat template of {backend.name} does not take these messages: {error}"
+        message = f"the chat template of {backend.name} does not accept these messages: {error}"
         raise BadRequestError(message, "messages") from error
 
 

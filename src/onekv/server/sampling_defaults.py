@@ -67,7 +67,7 @@ def _recommended(model: Path) -> dict[str, Any]:
         SamplingDefaults().sampling(**found)
     except (OSError, ValueError, SettingError) as error:
         hint = "--generation-config off ignores it"
-        raise SettingError(f"what {file} says of sampling cannot be used: {error}; {hint}") from None
+        raise SettingError(f"the sampling settings in {file} cannot be used: {error}; {hint}") from None
     return found
 
 

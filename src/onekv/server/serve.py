@@ -122,8 +122,7 @@ def _backend(
     if len(specs) > 1 or memory is not None or idle_seconds(first.keep) < math.inf:
         if launched_rank() is not None:
             raise SettingError(
-                "under mlx.launch a server has one model, from the start to the end; name one, and leave out --memory "
-                "and --keep"
+                "under mlx.launch a server has a single model that stays loaded; name one, and omit --memory and --keep"
             )
         return Models(specs, memory, common, watched, listeners)
     settled = common | vars(first.engine)

@@ -64,13 +64,13 @@ class Watch:
                     _exit()
             elif reported is not None and since != reported:
                 reported = None
-                log.warning("the step that was stuck has ended; the engine goes on")
+                log.warning("the stuck step has finished; the engine continues")
         if exit_when_stuck and self.thread.failed:
             _exit()
 
 
 def _exit() -> None:
-    log.critical("the process ends with status %d (--exit-when-stuck)", STUCK_STATUS)
+    log.critical("exiting with status %d (--exit-when-stuck)", STUCK_STATUS)
     logging.shutdown()
     os._exit(STUCK_STATUS)
 

@@ -68,7 +68,7 @@ class DiskTier:
         if limit < LEAST_LIMIT:
             raise SettingError(
                 f"--disk-limit is {format_size(limit)}; it must be at least {format_size(LEAST_LIMIT)}, "
-                "which the index of the disk cache may take"
+                "which the disk cache's index may need"
             )
         self._images = dict(images)
         self._threads = threads

@@ -286,8 +286,8 @@ def _make(root: Path, files: Files) -> None:
         names = [item.name for item in files.items(root)]
         if others := [name for name in names if name != TAG + TEMPORARY and not _RANK.fullmatch(name)]:
             raise SettingError(
-                f"the folder {root} is not empty ({others[0]!r} is in it) and not a disk cache of OneKV; "
-                "give an empty or a new folder with --disk-cache"
+                f"the folder {root} is not empty ({others[0]!r} is in it) and not a OneKV disk cache; "
+                "choose an empty or new folder with --disk-cache"
             )
         # By rename: a kill in between must not leave a folder that is refused for ever.
         temporary = root / (TAG + TEMPORARY)
@@ -322,8 +322,8 @@ def _lock(root: Path, files: Files) -> int:
         if not isinstance(error, OSError) or error.errno not in _LOCKED:
             raise
         raise FolderInUse(
-            f"the disk cache {root} is used by another process (pid {pid}); "
-            "stop that process, or give this one a folder of its own with --disk-cache"
+            f"the disk cache {root} is in use by another process (pid {pid}); "
+            "stop that process, or choose another folder with --disk-cache"
         ) from error
     return handle
 

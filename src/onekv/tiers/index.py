@@ -67,7 +67,7 @@ class DiskIndex:
             raise IndexDamaged("it has no tables")
         version = self._ask("SELECT value FROM meta WHERE name = 'schema'")
         if version != [(str(SCHEMA),)]:
-            raise IndexDamaged(f"it is of version {version[0][0] if version else None}, not {SCHEMA}")
+            raise IndexDamaged(f"its version is {version[0][0] if version else None}, not {SCHEMA}")
         if set(self._ask("SELECT type, name, sql FROM sqlite_master")) != tables():
             raise IndexDamaged("its tables are not those of its version")
         if self._ask("PRAGMA journal_mode") != [("wal",)] or self._ask("PRAGMA page_size") != [(PAGE,)]:
@@ -80,7 +80,7 @@ class DiskIndex:
             counted = self._ask("SELECT parts, bytes FROM total")
             for rows in ("parts INDEXED BY by_use", "parts NOT INDEXED"):
                 if self._ask(f"SELECT count(*), ifnull(sum(size), 0) FROM {rows}") != counted:
-                    raise IndexDamaged("its rows are not those that it has counted")
+                    raise IndexDamaged("its rows do not match its counts")
             self.hashes()
             self.totals()
         finally:

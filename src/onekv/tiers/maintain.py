@@ -183,7 +183,7 @@ def _taken(root: Path, files: Files) -> Iterator[tuple[Store, bool]]:
 
 def _must_be_ours(root: Path) -> None:
     if not root.is_dir() or (any(root.iterdir()) and not is_ours(root)):
-        raise SettingError(f"{root} is not a disk cache of OneKV; give its folder with --disk-cache")
+        raise SettingError(f"{root} is not a OneKV disk cache; set its folder with --disk-cache")
 
 
 def _check(

@@ -81,7 +81,7 @@ class OpenFolder:
             elif isinstance(reason, sqlite3.Error):
                 self.failed = f"its index failed ({reason})"
             else:
-                self.failed = f"an error that should not happen ({type(reason).__name__}: {reason})"
+                self.failed = f"an unexpected error ({type(reason).__name__}: {reason})"
             # Errors of the operating system come as OperationalError: the next start looks at the index. Others say
             # that the content is wrong, or led to what nobody thought of: the next start does without it.
             self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
@@ -121,8 +121,8 @@ def join(root: Path, hash: str, expected: Callable[[], Iterable[Name]], limit: i
             opened = _OPEN[root] = OpenFolder(root, files)
         elif hash in opened.tiers:
             raise FolderInUse(
-                f"the disk cache {root} is used by this process (pid {os.getpid()}) for the same model already; "
-                "close what has it, or give this one a folder of its own with --disk-cache"
+                f"the disk cache {root} is already in use by this process (pid {os.getpid()}) for the same model; "
+                "close that one, or choose another folder with --disk-cache"
             )
         opened.tiers[hash] = expected
         opened.limit = min(opened.limit, limit)

@@ -88,7 +88,7 @@ def open_tier(
     except FolderInUse as error:
         if not own:
             raise
-        log.warning("%s; going on without a disk cache", error)
+        log.warning("%s; continuing without a disk cache", error)
         return None
 
 
@@ -97,7 +97,7 @@ def _check_unused(settings: Settings) -> None:
         if getattr(settings, name) is not None and not settings.hot_only:
             flag = name.replace("_", "-")
             raise SettingError(
-                f"--{flag} is {getattr(settings, name)!r}, but there is no disk cache; give --disk-cache DIR"
+                f"--{flag} is {getattr(settings, name)!r}, but there is no disk cache; set --disk-cache DIR"
             )
 
 

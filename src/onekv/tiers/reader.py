@@ -82,7 +82,7 @@ class Load:
     def _read(self, setup: Setup, views: list[memoryview]) -> Problem | None:
         row, image = self.row, self.image
         if row.size != image.size or len(row.address.tokens) > setup.block_tokens * TOKEN_BYTES:
-            return Problem("a row of the index has another size than the model's blocks")
+            return Problem("an index row has a different size than the model's blocks")
         try:
             path = setup.folder.path(setup.hash, row.name.key, row.name.part)
             size = read_file(setup.folder.files, path, image.size, views)
@@ -96,7 +96,7 @@ class Load:
         if digest.digest() != row.checksum:
             return Problem("a file does not match its checksum")
         if bytes(views[0][: image.header_size]) != image.header(setup.hash, row.address):
-            return Problem("a file does not match its row of the index")
+            return Problem("a file does not match its index row")
         return None
 
 
@@ -182,7 +182,7 @@ class Readers:
         if problem.error is not None and not self._setup.folder.there():
             self._shared.fail(problem.error)
             return
-        message = f"The disk cache {root} is damaged: {problem.text}. The block is computed again."
+        message = f"The disk cache {root} is damaged: {problem.text}. The block is recomputed."
         self._shared.once(("read", problem.kind), message)
         if not problem.passing:
             self._writer.remove(row)

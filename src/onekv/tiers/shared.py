@@ -124,7 +124,7 @@ class Shared:
         self.once(
             ("write", error.errno),
             f"The disk cache {self._folder.root} cannot be written ({error.strerror}): "
-            "blocks that do not fit RAM are lost.",
+            "blocks that do not fit in RAM are lost.",
         )
 
     def discard(self) -> None:
@@ -141,7 +141,7 @@ class Shared:
             return
         expected = isinstance(reason, (OSError, sqlite3.Error))
         log.error(
-            "The disk cache %s is out of use until the next start: %s.",
+            "The disk cache %s is disabled until the next start: %s.",
             self._folder.root,
             self.failed,
             exc_info=None if expected else reason,

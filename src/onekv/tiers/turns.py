@@ -84,7 +84,7 @@ class TurnsFile:
 
     def _give_up(self, error: OSError) -> None:
         self._works = False
-        log.warning("turns are not kept over a restart: %s (%s)", self._path.name, error.strerror)
+        log.warning("turns are not kept across restarts: %s (%s)", self._path.name, error.strerror)
 
 
 def _record(key: bytes, ids: bytes) -> bytes:

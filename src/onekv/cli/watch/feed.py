@@ -33,7 +33,7 @@ def first(server: Asking) -> Snapshot:
 def checked(server: Asking, snapshot: Snapshot) -> Snapshot:
     """Raises SettingError if it is not what this can read."""
     if not isinstance(snapshot, dict) or snapshot.get("version") != 1:
-        raise SettingError(f"the server on {server.url} is of another version than this onekv")
+        raise SettingError(f"the server on {server.url} runs a different version of OneKV")
     return snapshot
 
 

@@ -54,5 +54,5 @@ async def unpin(name: str, request: Request) -> dict[str, Any]:
 def _models(request: Request) -> Models:
     models: Models | None = request.app.state.models
     if models is None:
-        raise NotFoundError("this server has one model, from its start to its end; give it several, or --memory")
+        raise NotFoundError("this server has a single model that stays loaded; start it with several, or with --memory")
     return models

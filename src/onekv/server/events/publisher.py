@@ -87,7 +87,7 @@ class Publisher:
         except zmq.ZMQError as error:
             why = zmq.strerror(error.errno) if error.errno else str(error)
             raise SettingError(
-                f"{flag} is {endpoint!r}, which cannot be bound: {why}; give an address of this machine such as "
+                f"{flag} is {endpoint!r}, which cannot be bound: {why}; use an address of this machine such as "
                 "tcp://127.0.0.1:5557, tcp://*:5557 for all of them, or ipc:///run/onekv/events"
             ) from None
         return made
@@ -133,7 +133,7 @@ class Publisher:
                     self._answer(self._replay)
             self._send()
         except Exception:
-            log.critical("events for routers cannot be sent any more; requests are answered as before", exc_info=True)
+            log.critical("events for routers can no longer be sent; requests are still served", exc_info=True)
         finally:
             # Waits for messages that have not left, but not for long.
             self._context.destroy(linger=int(LINGER_S * 1000))

@@ -36,7 +36,7 @@ class Stored:
         """To go on from. Raises BadRequestError if the response is not whole."""
         if (status := self.response["status"]) not in ("completed", "incomplete"):
             name = self.response["id"]
-            raise BadRequestError(f"the response {name!r} is {status}: nothing follows it", "previous_response_id")
+            raise BadRequestError(f"the response {name!r} is {status}: it cannot be continued", "previous_response_id")
         return self.messages
 
 
@@ -62,7 +62,7 @@ class ResponseStore:
     def get(self, salt: str, name: str) -> Stored:
         stored = self._stored.get(salt, OrderedDict()).get(name)
         if stored is None:
-            raise NotFoundError(f"there is no response {name!r}; it may have been dropped for newer ones")
+            raise NotFoundError(f"there is no response {name!r}; it may have been dropped to make room for newer ones")
         return stored
 
     def forget(self, salt: str, name: str) -> None:

@@ -144,12 +144,12 @@ class Common:
     def refused(self, reason: str) -> None:
         """The store cannot be written to for a while. The lock is held."""
         if self.refusal.fail(reason, self.now()):
-            log.warning("The remote tier %s refuses what is written: %s. It is still read.", self._shown, reason)
+            log.warning("The remote tier %s rejects writes: %s. Reads continue.", self._shown, reason)
 
     def written(self) -> None:
         """It can be written to. The lock is held."""
         if self.refusal.resume(self.now()) is not None:
-            log.warning("The remote tier %s takes what is written again.", self._shown)
+            log.warning("The remote tier %s accepts writes again.", self._shown)
 
     @property
     def writable(self) -> bool:
@@ -162,7 +162,7 @@ class Common:
         """Why it is paused, or takes nothing. The lock is held."""
         if self.breaker.paused:
             return f"paused: {self.breaker.reason}"
-        return f"not written to: {self.refusal.reason}" if self.refusal.paused else None
+        return f"rejects writes: {self.refusal.reason}" if self.refusal.paused else None
 
     def is_wrong(self, part: Part, problem: str) -> None:
         """A value that is there cannot be used: it is removed, and not asked for again soon."""
@@ -178,7 +178,7 @@ class Common:
                 return
             self._logged.add(problem)
         log.warning(
-            "A block in the remote tier %s cannot be used: %s (%s). It is computed; further ones are counted.",
+            "A block in the remote tier %s cannot be used: %s (%s). It is recomputed; further cases are counted.",
             self._shown,
             problem,
             name,
@@ -194,7 +194,7 @@ class Common:
 
 
 def unforeseen(error: Exception) -> str:
-    return f"an error that should not happen ({type(error).__name__}: {error})"
+    return f"an unexpected error ({type(error).__name__}: {error})"
 
 
 class Threads:

@@ -57,7 +57,7 @@ class Lookups:
                 self._questions.pop(asked, None)
                 if not (question.ended or common.breaker.paused):
                     common.counts.late += 1
-                    common.fail(f"a look-up took longer than {until - question.began:.2f} s")
+                    common.fail(f"a lookup took longer than {until - question.began:.2f} s")
                 if common.breaker.paused:
                     return {}
             return self._worth(asked)

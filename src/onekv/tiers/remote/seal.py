@@ -77,7 +77,7 @@ class Sealer:
     def problem(self, name: str, value: memoryview, image: Image, address: Address) -> str | None:
         """What is wrong with a value that should be this part; None if it is right."""
         if len(value) != image.size + SEAL:
-            return f"it has another size than {image.size + SEAL} bytes"
+            return f"its size is not {image.size + SEAL} bytes"
         content, seal = value[:-SEAL], bytes(value[-SEAL:])
         checksum, mac = seal[8 : 8 + CHECKSUM], seal[8 + CHECKSUM : 8 + CHECKSUM + MAC]
         if seal[:8] != MAGIC or xxhash.xxh3_128_digest(content) != checksum:
@@ -85,7 +85,7 @@ class Sealer:
         if not hmac.compare_digest(self._mac(name, content), mac):
             return FORGED
         if bytes(content[: image.header_size]) != image.header(self.model, address):
-            return "it is another block"
+            return "it is a different block"
         return None
 
     def _mac(self, name: str, content: memoryview) -> bytes:

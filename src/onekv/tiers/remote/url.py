@@ -59,7 +59,7 @@ def parse(text: str, password: str | None = None) -> Place:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise SettingError(f"--remote-tier is no URL ({error}); write it like {EXAMPLES}") from None
+        raise SettingError(f"--remote-tier is not a URL ({error}); write it like {EXAMPLES}") from None
     if url.scheme not in SCHEMES:
         raise SettingError(f"--remote-tier begins with {url.scheme or text!r}; write it like {EXAMPLES}")
     kind, tls = SCHEMES[url.scheme]
@@ -78,7 +78,7 @@ def parse(text: str, password: str | None = None) -> Place:
         raise SettingError(f"--remote-tier is {shown}; after the host comes the number of a database, such as /0")
     cluster = options.get("cluster", "off").lower() in ("on", "true", "yes", "1")
     if cluster and path.strip("0"):
-        raise SettingError(f"--remote-tier is {shown}, but a cluster has database 0 alone")
+        raise SettingError(f"--remote-tier is {shown}, but a cluster only has database 0")
     return Place(
         kind,
         shown,
@@ -99,8 +99,8 @@ def _options(kind: str, query: str, shown: str) -> dict[str, str]:
     for name in options:
         if name == "ttl" and kind != "valkey":
             raise SettingError(
-                f"--remote-tier is {shown} with ttl={options[name]!r}, but it has no time to live for what is "
-                "put there; use its lifecycle rules, or remove old files"
+                f"--remote-tier is {shown} with ttl={options[name]!r}, but this store has no time to live; "
+                "use its lifecycle rules, or remove old files"
             )
         if name not in _OPTIONS[kind]:
             raise SettingError(f"--remote-tier has ?{name}; {shown} takes {', '.join(_OPTIONS[kind])}")

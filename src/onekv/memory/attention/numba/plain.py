@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 NOTHING = np.zeros(0, np.float32)
 NO_SHORTS = np.zeros(0, np.uint16)
 NO_BYTES = np.zeros((0, 0, 0), np.uint8)
-COMPILING = "onekv: compiling attention over plain KV for this processor; that is done once and takes about 20 s"
+COMPILING = "onekv: compiling attention over plain KV for this processor; this is done once and takes about 20 s"
 # Tokens that rows must begin with to read them together; 0: never.
 LEAST = 64
 # Tokens of a piece of work: few enough for all threads to get about as many.
