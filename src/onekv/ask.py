@@ -63,7 +63,7 @@ def encode(prompt: Prompt, tokenizer: Any, name: str = "prompt", **how: Any) -> 
 
 
 def encode_prediction(prediction: Prompt, tokenizer: Any) -> list[int]:
-    """The tokens of a prediction, which goes on where the prompt ends: nothing marks its beginning."""
+    """The tokens of a prediction, which continues where the prompt ends: nothing marks its beginning."""
     empty = isinstance(prediction, str) and not prediction
     return [] if empty else encode(prediction, tokenizer, "prediction", add_special_tokens=False)
 

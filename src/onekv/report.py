@@ -49,7 +49,7 @@ def plan_of(name: str, settings: Settings) -> tuple[str, Module, int | None, Pla
 def plan_table(plan: Plan, context: int | None, adapter: int = 0) -> str:
     """Where the bytes go, and how many conversations that is, up to the longest that the model takes.
 
-    Of its weights, so many bytes may be an `adapter`'s.
+    Of its weights, this many bytes may be an `adapter`'s.
     """
     return "\n\n".join((_bytes_table(plan, adapter), _groups_table(plan), _lengths_table(plan, context)))
 

@@ -88,7 +88,7 @@ class KVMemory:
         """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
 
         A list of counts is for rows of different lengths; the model is given rows as long as the longest, with any
-        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. With
+        tokens after the others. Recurrent states would take those for real: there all counts must be equal. With
         `spread` the model is given a row for each token, those of one sequence after each other. If the step is
         interrupted, the sequences are as they were and it can be made again.
         """
@@ -234,7 +234,7 @@ class KVMemory:
         return self.states_of(sequence)
 
     def restore(self, sequence: Sequence, states: list[State]) -> None:
-        """Let a sequence that has no states yet go on from those that `keep_states` or `make_states` gave."""
+        """Let a sequence that has no states yet continue from those that `keep_states` or `make_states` gave."""
         sequence.states = states
 
     def make_states(self, data: memoryview) -> list[State]:

@@ -86,7 +86,7 @@ class LoopedDecode:
         self._threads: dict[int, Choice] = defaultdict(lambda: Choice(most()))
 
     def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
-        """Logits [rows, vocabulary] after each of `tokens`, of which each sequence has so many of `counts`; computed.
+        """Logits [rows, vocabulary] after each of `tokens`, of which sequence i has `counts[i]`; computed.
 
         Raises Untraceable.
         """
@@ -108,7 +108,7 @@ class LoopedDecode:
         return logits
 
     def _make(self, rows: int) -> tuple[Program, list[Attention]]:
-        """The program of steps of so many rows; made in such a step."""
+        """The program of steps of this many rows; made in such a step."""
         fixed = [mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32), mx.zeros((rows, 1), mx.int32)]
         # Once for the shapes of what attention gives.
         with traced():

@@ -68,7 +68,7 @@ class TracedGrid:
 
 
 class TracedGroup(GroupStep):
-    """A group's part of a step of as many rows as `positions` has: those behind the group's own are padding."""
+    """A group's part of a step of as many rows as `positions` has: those after the group's own are padding."""
 
     def __init__(self, group: GroupStep, positions: mx.array, inputs: Inputs, shape: GroupShape, keys: Keys) -> None:
         padding = len(positions) - len(group.tables)

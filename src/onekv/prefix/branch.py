@@ -4,8 +4,8 @@
     prompt:   [ same .................. ][ its words ][ the same again .............. ]
                                          ^ position
 
-A conversation that simply goes on leaves nothing: what is cached ends there. A branch that has much in common with the
-prompt again further on is what a client's clock or header makes: all of that is computed once more.
+A conversation that simply continues does not diverge: what is cached ends there. If a branch matches the prompt again
+further on, a client's clock or header has changed in between: all that follows it is recomputed.
 
 It is looked for once, when a sequence starts, in the tree of its own salt in RAM, and takes one walk: the tree is
 followed along what was used last, and what both have again must begin within `WINDOW` tokens. Nothing of the tree is
@@ -41,7 +41,7 @@ class Branch:
 
 
 def branch_of(match: Match, tokens: list[int]) -> Branch | None:
-    """Where `tokens` leave what they have in common with the tree; None where nothing goes on there."""
+    """Where `tokens` leave what they have in common with the tree; None where nothing continues there."""
     # The last token of a prompt is never looked up.
     if match.length + 1 >= len(tokens):
         return None
@@ -67,12 +67,12 @@ def _after(match: Match, rest: bytes) -> Iterator[bytes]:
 
 
 def _going_on(match: Match, rest: bytes) -> Node | None:
-    """The block in the midst of which `match` ends; where it ends with a block, one that follows."""
+    """The block in the middle of which `match` ends; where it ends with a block, one that follows."""
     parent = match.nodes[-1] if match.nodes else match.root
     if match.tail is None:
         return _used_last(parent) if parent.children else None
     begun = match.tail.tokens[: match.common * TOKEN_BYTES]
-    # `match.tail` may end here while another with the same tokens goes on. These are neighbours in order.
+    # `match.tail` may end here while another with the same tokens continues. These are neighbours in order.
     at = bisect_left(parent.ordered, begun + rest)
     near = (each for each in parent.ordered[max(0, at - 1) : at + 1] if each.startswith(begun) and each != begun)
     return next((parent.children[each] for each in near), None)

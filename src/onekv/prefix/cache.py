@@ -83,14 +83,14 @@ class PrefixCache:
         return Lease(self._store, self._loader, found, max_length, tokens, missed)
 
     def _branch(self, found: Found, tokens: list[int]) -> Branch | None:
-        # What goes on on disk is not known.
+        # What continues on disk is not known.
         return branch_of(found.match, tokens) if found.known == found.match.length else None
 
     def _nothing(self, salt: str) -> Found:
         return Found(self.index.match(b"", salt, 0), [], 0, 0)
 
     def load(self, leases: Sequence[Lease], seconds: float) -> list[tuple[Lease, bool]]:
-        """Read what loading `leases`, all that there are, wait for; for about `seconds`, and with no step in the air.
+        """Read what loading `leases`, all that there are, wait for; for about `seconds`, and with no step in flight.
 
         Gives those that have ended loading, and whether that went well. If not, the lease was released; open another:
         what could not be read is not offered a second time.
@@ -146,7 +146,7 @@ class PrefixCache:
         self._store.clear()
 
     def store_all(self) -> Iterator[tuple[int, int]]:
-        """Offer to the colder tiers all that is cached and fits there, waiting for it; gives (bytes done, in all)."""
+        """Offer to the colder tiers all that is cached and fits there, waiting for it; gives (bytes done, in total)."""
         return self._offload.everything()
 
     def close(self) -> None:

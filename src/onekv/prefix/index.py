@@ -3,7 +3,7 @@
     root (one per salt) -> node: tokens [0, 64) -> node: [64, 128) -> node: [128, 150), a partial block
                                                 \\-> node: [64, 128), other tokens
 
-A node's key is the hash of its parent's key and its tokens, so a full block is found with one look-up and stands for
+A node's key is the hash of its parent's key and its tokens, so a full block is found with one lookup and stands for
 everything before it. Tokens are kept and compared. Partial blocks are leaves: the ends of sequences.
 """
 
@@ -37,7 +37,7 @@ class Node:
         self.ordered: list[bytes] = []
         # When it was used last: as a count of all uses, which no two nodes share, and by the clock.
         self.last_used, self.used_at = 0, 0.0
-        # Running sequences that go on from here.
+        # Running sequences that continue from here.
         self.leases = 0
         self.pins = 0
 

@@ -16,7 +16,7 @@ A lease is made on what was found cached, in this order and nowhere else:
     loading -> open -> released             loading: something is read from a colder tier; `open` from the start if not
        \\_________\\_____/
 
-Nothing is copied or moved for any of that, but for the one partial block of an end that others still need.
+Nothing is copied or moved for any of that, except for the one partial block of an end that others still need.
 """
 
 from ..memory.device import settle
@@ -54,7 +54,7 @@ class Lease:
         """
         self._store, self._loader, self._publishes = store, loader, publishes
         self._prompt, self.missed = prompt, missed
-        # Where the prompt leaves what is cached, if something else goes on there.
+        # Where the prompt leaves what is cached, if something else continues there.
         self.branch: Branch | None = None
         self._size = store.memory.block_size
         # Where a snapshot would have let the sequence start, had there been one.
@@ -331,7 +331,7 @@ class Lease:
         self._store.offload.want([used.key for used in reversed(path) if self._store.index.full(used)])
 
     def _leave(self) -> None:
-        """The sequence does not go on from its node any more."""
+        """The sequence does not continue from its node any more."""
         node, self._node = self._at, None
         node.leases -= 1
         self._store.used(node)
@@ -350,7 +350,7 @@ class Lease:
         self._store.memory.close(self.sequence)
 
     def discard(self) -> None:
-        """The sequence failed: forget all it computed, which may be what is wrong. No step may be in the air."""
+        """The sequence failed: forget all it computed, which may be what is wrong. No step may be in flight."""
         blocks = [table.held for table in self.sequence.tables]
         self._stop_loading()
         node, self._node = self._node, None

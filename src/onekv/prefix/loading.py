@@ -3,7 +3,7 @@
 Blocks are read some at a time, between two steps. Meanwhile the sequence holds its blocks like any other, and no other
 starts to read the same: it waits for this one.
 
-    loading ->  loaded: its blocks are published, it goes on from there
+    loading ->  loaded: its blocks are published, it continues from there
             ->  failed: something could not be read; it is released and opened again, without that
             ->  stopped: it is not wanted any more
 """

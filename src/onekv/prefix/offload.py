@@ -55,7 +55,7 @@ class Offload:
         return any(tier.offer(address_of(node), part, fill, wait) for tier in self.tiers)
 
     def everything(self) -> Iterator[tuple[int, int]]:
-        """Offer all that is cached and fits, waiting for it; gives (bytes done, in all)."""
+        """Offer all that is cached and fits, waiting for it; gives (bytes done, in total)."""
         nodes: list[Node] = []
         self._share_the_rest()
         room = sum(tier.stats().limit for tier in self.tiers)

@@ -102,7 +102,7 @@ class Store:
             if node.parent is not None and (not node.children or pool.group.rule.span is not None):
                 heapq.heappush(self._heaps[group], (node.last_used, id(node), node))
                 if len(self._heaps[group]) > 4 * len(self.index.nodes) + 1024:
-                    # Mostly stale; it is built anew when something must be evicted.
+                    # Mostly stale; it is rebuilt when something must be evicted.
                     self._heaps[group].clear()
 
     def make_room(self, group: int, count: int) -> None:
@@ -183,7 +183,7 @@ class Store:
         self.offload.drop(keys)
 
     def drop(self, node: Node) -> int:
-        """Forget `node` and what continues it, but for what is in use or pinned, in the colder tiers, too."""
+        """Forget `node` and what continues it, except for what is in use or pinned, in the colder tiers, too."""
         below = [node]
         for each in below:
             below.extend(each.children.values())

@@ -12,7 +12,7 @@ Where the request asks why no more of its prompt is cached, the
 headers wait for the end of the step in flight; else they are sent at once.
 
 sse-starlette does the last part, too, and is not used: it ends all streams at once when the server is told to stop,
-where ours may go on for `--grace` seconds; it pings by the clock and not in silence; and it takes more time per write.
+while ours may continue for `--grace` seconds; it pings on a timer instead of during silence; and its writes take longer.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class Answer(ABC):
 
     @abstractmethod
     def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
-        """The choice `index` goes on."""
+        """The choice `index` continues."""
 
     @abstractmethod
     def end(self) -> Iterator[str]:
@@ -168,7 +168,7 @@ class AnswerResponse(Response):
             except ClientGoneError:
                 return None
             text = "".join(rendering.frames(events))
-            # Also while tokens come that are not shown yet: those of a tool call.
+            # Even while tokens come that are not shown yet: those of a tool call.
             if not text and rendering.open and now() >= due:
                 # What is seen of the engine may be older than the tokens that have come.
                 storing = self._answer.wants_progress and not rendering.found

@@ -37,7 +37,7 @@ AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation to start. Without `max_tokens` it may go on to the backend's default, or as far as fits."""
+    """One generation to start. Without `max_tokens` it may continue to the backend's default, or as far as fits."""
 
     tokens: list[int]
     max_tokens: int | None = None
@@ -56,7 +56,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a prompt is: tokens in all, found in the cache, and stored so far; and seconds since it came."""
+    """How far a prompt is: tokens in total, found in the cache, and stored so far; and seconds since it came."""
 
     total: int
     cached: int
@@ -80,7 +80,7 @@ class Backend:
         **settings: Any,
     ) -> None:
         """Turns that were generated are remembered in `turn_memory` bytes. Without `hygiene`, OneKV's own rules as they
-        are by default; without `name`, the model's own. `metrics` go on from a backend of the same model before.
+        are by default; without `name`, the model's own. `metrics` continue from a backend of the same model before.
         `listener` hears which blocks are cached. The rest are the arguments of `AsyncLLM`.
         """
         self.served = served or ModelSettings()

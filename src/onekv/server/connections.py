@@ -151,7 +151,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _expect_request(self) -> None:
-        """Counted from its first byte, not its last: else one byte now and then would hold a connection for ever."""
+        """Counted from its first byte, not its last: else one byte now and then would hold a connection forever."""
         if self._request_due is None and not self.transport.is_closing():
             self._request_due = self.loop.call_later(self._limits.timeout, self._too_slow)
 

@@ -20,7 +20,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Content or reasoning, and the tokens it was made from, with their log probabilities if those were asked for.
+    """Content or reasoning, and the tokens it was made from, with their log probabilities if those were requested.
 
     Text may lag behind its tokens.
     """
@@ -33,7 +33,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallPart:
-    """A piece of the arguments of a call that goes on; the `ToolCallDelta` of the same id then has all of them."""
+    """A piece of the arguments of a call that continues; the `ToolCallDelta` of the same id then has all of them."""
 
     name: str
     text: str

@@ -62,7 +62,7 @@ class MisdirectedError(OneKVError):
 
 
 class FormError(RequestFailedError):
-    """The form that the client wants of the answer proved too hard to keep, in the midst of it."""
+    """The form that the client wants of the answer proved too hard to keep, in the middle of it."""
 
     status = 400
 

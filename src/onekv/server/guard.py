@@ -85,7 +85,7 @@ class Guard(Around):
 
         try:
             await self.app(scope, receive, sending)
-        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests go on
+        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests continue
             told = error_response(scope["path"], for_client(error))
             # An answer that has begun is cut off.
             if not started:

@@ -12,7 +12,7 @@ the same messages must become the same prompt. What it refuses, or drops without
     arguments that are text                 the call as content
     reasoning beside text and a call        without the reasoning
 
-An answer goes on from a message of the assistant's that comes last, unless it has calls (`continues`).
+An answer continues from a message of the assistant's that comes last, unless it has calls (`continues`).
 """
 
 import json
@@ -50,7 +50,7 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
     if taken is None:
         taken = _known[tokenizer] = _try_out(tokenizer)
     if messages[-1]["role"] == "assistant" and not (messages[-1].get("content") or messages[-1].get("tool_calls")):
-        # Nothing to go on from.
+        # Nothing to continue from.
         messages = messages[:-1]
     messages = [_plainer(message, taken) for message in messages]
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -66,7 +66,7 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def continues(call: ChatCall) -> bool:
-    """Whether the answer goes on from the last message. Raises BadRequestError if it must also have a form."""
+    """Whether the answer continues from the last message. Raises BadRequestError if it must also have a form."""
     last = call.messages[-1]
     if last["role"] != "assistant" or not last.get("content") or last.get("tool_calls"):
         return False

@@ -1,4 +1,4 @@
-"""What /metrics tells: counters and histograms kept here, and gauges of the engine taken when they are asked for.
+"""What /metrics tells: counters and histograms kept here, and gauges of the engine taken when they are requested.
 
 Requests are observed in the engine's thread, as their events come; the gauges show one snapshot of `LLM.stats`.
 """

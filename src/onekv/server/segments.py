@@ -80,7 +80,7 @@ class Splitter:
         self._at_marker = thinking
         # What has to be given back if the call cannot be read: its marker and the space before.
         self._opening = ""
-        # The call that goes on, if its arguments are given as they come.
+        # The call that continues, if its arguments are given as they come.
         self._parts: Parts | None = None
         # Those whose text has not come yet.
         self._tokens: list[int] = []
@@ -111,7 +111,7 @@ class Splitter:
         return found
 
     def _without_marker(self, text: str) -> str:
-        """`text` without a marker of a call in the midst of which it was cut off."""
+        """`text` without a marker of a call in the middle of which it was cut off."""
         called = self._mode == "call"
         marker = (self._marks.call_end if called else self._marks.call_start) or ""
         begun = overlap(text, marker)

@@ -4,7 +4,7 @@ main thread     the event loop: answers from the start, before the model is load
 onekv-loading   waits until the model is loaded, greets, and ends; if loading fails, so does the server
 onekv-engine    loads the model and owns it (`EngineThread`); one for each that is loaded
 onekv-models    loads and unloads, where there are several (`Models`)
-onekv-events    tells routers which blocks are cached (`Publisher`); one for each model, if that is asked for
+onekv-events    tells routers which blocks are cached (`Publisher`); one for each model, if that is requested
 onekv-watchdog  looks whether the engine gets on (`Watch`)
 onekv-stopping  at the end: waits until the engine's thread has ended, or does not get on
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("onekv.server")
 
 BACKLOG = 2048
-# A step in flight at the end may take so long, also where --step-limit is more: supervisors do not wait for ever.
+# A step in flight at the end may take so long, even where --step-limit is more: supervisors do not wait forever.
 LAST_STEP_S = 60
 
 

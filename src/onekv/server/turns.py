@@ -1,7 +1,7 @@
 """What was generated for each turn of a conversation, as token ids, for when a client sends the turn back.
 
 Text that comes back does not become the tokens that it was made of: the model may have chosen other ones than the
-tokenizer would, clients trim white space, write JSON anew and leave thinking out. From that place on nothing would be
+tokenizer would, clients trim white space, reformat JSON and leave thinking out. From that place on nothing would be
 found in the prefix cache. So what was generated is remembered (`remember`), and used again where the conversation goes
 on from it (`known`).
 

@@ -1,7 +1,7 @@
 """What a tier is: a place for blocks that the pool has no room for.
 
 A tier keeps *parts*. A part is one group's block of a node of the prefix index, or the recurrent states at a node's end
-(`STATES`). It is named by the node's key and has one content for ever, byte for byte what the pool had, so a part is
+(`STATES`). It is named by the node's key and has one content forever, byte for byte what the pool had, so a part is
 added and removed, never changed. Nothing is encoded on the way.
 
 Who owns a part while it moves:
@@ -19,7 +19,7 @@ A tier that others read, too, takes copies of what RAM keeps: it says which node
 been used, and is offered them between later steps, as fast as it has buffers.
 
 Looking up may take long where a tier has to ask elsewhere. `find` and `tails` then give None: not known yet. The tier
-goes on finding out, and who asked asks again, with the same keys, between two steps. An answer is as good as when it
+continues finding out, and who asked asks again, with the same keys, between two steps. An answer is as good as when it
 was given: a part that is gone by the time it is read is one that could not be read. Reading may take long, too: then
 what is expected comes in threads of the tier, `ready` says what has come, and only that is read.
 
@@ -61,7 +61,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts since the tier was opened, but for `blocks` and `bytes`, which are there now.
+    """Counts since the tier was opened, except for `blocks` and `bytes`, which are there now.
 
     A hit is a part that was promoted. `discarded`: parts that were evicted from RAM and not stored, because there was
     no buffer for them, or the tier could not take them. `corrupt`: parts that were there and could not be used.
@@ -84,7 +84,7 @@ class TierStats:
     queued_bytes: int
     # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
-    # Of tiers on other machines. How often it was paused; look-ups and transfers that took too long; hits that were not
+    # Of tiers on other machines. How often it was paused; lookups and transfers that took too long; hits that were not
     # used because computing is faster; parts that somebody wrote who does not know the secret.
     pauses: int = 0
     late: int = 0

@@ -116,7 +116,7 @@ class DiskTier:
                 # Other tiers use it.
                 self._shared.fail(error)
             else:
-                # Without it, all starts anew.
+                # Without it, all starts over.
                 self._open(fingerprint, name, str(error))
 
     def _open(self, fingerprint: str, name: str, damage: str | None = None) -> None:
@@ -305,7 +305,7 @@ class DiskTier:
             size = sum(self._folder.sizes().values())
         except OSError as error:
             size = 0
-            # What is out of use has been told of.
+            # What is disabled has been told of.
             if self._shared.failed is None:
                 self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
         with self._shared.lock:
@@ -385,7 +385,7 @@ class DiskTier:
             self._shared.fail(error)
 
     def _remove_damaged(self) -> None:
-        """A damaged index would end the next tier as well: without it, that one starts anew."""
+        """A damaged index would end the next tier as well: without it, that one starts over."""
         if self._opened.index_damaged and self._folder.there():
             try:
                 self._folder.remove_index()

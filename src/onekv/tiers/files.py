@@ -5,7 +5,7 @@ from `Files`, do something before or after what a method does, and call it, or r
 method is called without a lock of the tier being held, and with threads by several of them at once.
 
     no space, a broken disk   raise OSError with that errno, or give 0 from `free`
-    a short write             write less than was asked for and return how much that was
+    a short write             write less than was requested and return how much that was
     a bit flip                change what `read` has put into its views, or what `write` is given
     a vanished file           raise FileNotFoundError, or remove it
     a kill                    raise an exception that is no `Exception` (class Kill(BaseException)): the tier does
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 Where = str | Path
 
-# NONBLOCK is for a pipe that somebody has put there: opening it would wait for ever.
+# NONBLOCK is for a pipe that somebody has put there: opening it would wait forever.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 # A new file, or an old one emptied.
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -118,7 +118,7 @@ class Clock:
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that go on evenly, for deadlines."""
+        """A steady clock in seconds, for deadlines."""
         return time.perf_counter()
 
     def today(self) -> str:
@@ -147,7 +147,7 @@ def read_file(files: Files, path: Where, size: int, views: list[memoryview]) -> 
             return found
         got = files.read(handle, views)
         while 0 < got < size:
-            # A file system that gives less than it is asked for.
+            # A file system that returns less than was requested.
             more = files.read(handle, _after(views, got))
             if not more:
                 break

@@ -289,7 +289,7 @@ def _make(root: Path, files: Files) -> None:
                 f"the folder {root} is not empty ({others[0]!r} is in it) and not a OneKV disk cache; "
                 "choose an empty or new folder with --disk-cache"
             )
-        # By rename: a kill in between must not leave a folder that is refused for ever.
+        # By rename: a kill in between must not leave a folder that is refused forever.
         temporary = root / (TAG + TEMPORARY)
         write_file(files, files.open(temporary, NEW), memoryview(TAG_TEXT.encode()))
         files.rename(temporary, root / TAG)

@@ -10,7 +10,7 @@ database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per 
 promise a file that did not get there, which its checksum tells; or the last changes are lost, and no row knows of a
 file. So an index that was not closed (`close_use`) is compared with the folder; another is opened without a look at it.
 
-`used` is a clock that goes on over restarts: the least is evicted first.
+`used` is a clock that continues across restarts: the least is evicted first.
 """
 
 import sqlite3

@@ -28,7 +28,7 @@ _NO_FILE = (errno.EISDIR, errno.ELOOP)
 
 
 class IndexUnreadable(OneKVError):
-    """The index is damaged: the next open, or `verify`, starts anew."""
+    """The index is damaged: the next open, or `verify`, starts over."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
 
 @contextmanager
 def _taken(root: Path, files: Files) -> Iterator[tuple[Store, bool]]:
-    """The folder, for this process alone, and whether its index had to be made anew."""
+    """The folder, for this process alone, and whether its index had to be rebuilt."""
     _must_be_ours(root)
     folder = Folder(root, files)
     try:

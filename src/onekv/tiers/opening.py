@@ -63,7 +63,7 @@ def open_tier(
     is none. With `inner`, a folder of that name in the one that they say. The three before: see `DiskTier`.
 
     OneKV's own folder is used by one process at a time: the second goes without a disk cache, and says so. A folder
-    that was asked for by name is not left out: then FolderInUse is raised.
+    that was requested by name is not left out: then FolderInUse is raised.
     """
     if settings.disk_cache is None:
         _check_unused(settings)

@@ -225,7 +225,7 @@ class Readers:
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, also when interrupted: what they write to is not theirs."""
+    """Wait for all, even when interrupted: what they write to is not theirs."""
     try:
         wait(futures)
     finally:

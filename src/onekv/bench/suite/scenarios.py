@@ -55,7 +55,7 @@ async def _turn(session: Session, messages: Messages, tokens: int, max_tokens: i
 
 
 async def _decoded(session: Session, messages: Messages, tokens: int) -> list[Answer]:
-    """Answers of at least so many tokens together: a model may end one early, and a few tokens tell no speed."""
+    """Answers of at least this many tokens together: a model may end one early, and a few tokens tell no speed."""
     answers: list[Answer] = []
     while sum(each.generated for each in answers) < tokens and len(answers) < MOST_ANSWERS:
         messages.append(_said("user", f"{words(session.text, session.sizes.new // 4)} Write a long story about that."))

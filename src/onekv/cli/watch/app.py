@@ -182,7 +182,7 @@ class Top(App[None]):
         self.notify(message.text, severity="error" if message.failed else "information", markup=False)
 
     def _sample(self) -> None:
-        """The past goes on while the screen is paused, but not while nobody answers."""
+        """The past continues while the screen is paused, but not while nobody answers."""
         if self.snapshot is not None and self.reason is None:
             self.past.add(self.snapshot)
         self._draw()

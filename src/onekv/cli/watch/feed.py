@@ -1,6 +1,6 @@
 """A thread that reads snapshots from a server, for as long as somebody wants them.
 
-    connecting -> live -> away -> connecting ...     it goes on until it is stopped, whatever the server does
+    connecting -> live -> away -> connecting ...     it continues until it is stopped, whatever the server does
 
 `came` is called with every snapshot, `gone` with the reason each time that there is no connection: both in the thread.
 """

@@ -32,7 +32,7 @@ async def load(name: str, request: Request) -> dict[str, Any]:
 
 @router.post("/admin/models/{name:path}/unload")
 async def unload(name: str, request: Request) -> dict[str, Any]:
-    """Answers when it is unloaded: what is being answered by it goes on to its end. Also where it is pinned."""
+    """Answers when it is unloaded: what is being answered by it continues to its end. Even where it is pinned."""
     await asyncio.to_thread(_models(request).unload, _models(request).find(name))
     return overview(_models(request))
 

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class EventStats:
-    """Counts since the start, but for `blocks`, which are there now, as far as was told."""
+    """Counts since the start, except for `blocks`, which are there now, as far as was told."""
 
     batches: int
     stored: int

@@ -7,7 +7,7 @@ sees that by the numbers, too. It then asks the replay endpoint with the first n
 subscribers do (an empty part, then 8 bytes), and gets what is still kept, each as (empty, topic, number, batch), and at
 the end (empty, empty, -1, empty). Where some of that is not kept, or it is no number of this process, it gets one batch
 in its place, with the number of the last one sent: AllBlocksCleared and all that is there after it. Then live messages
-go on where that ends.
+continue where that ends.
 
     starting -> open -> closed         `close` sends what is unsent, waits for it a little, and ends the thread
 """
@@ -31,7 +31,7 @@ from .wire import batch
 log = logging.getLogger("onekv.events")
 
 END = (-1).to_bytes(8, "big", signed=True)
-# Changes of so many seconds go together: a step stores blocks one by one.
+# Changes of this many seconds go together: a step stores blocks one by one.
 TOGETHER_S = 0.005
 # Messages that ZeroMQ keeps for a subscriber that does not keep up, before it drops them.
 WAITING_MESSAGES = 10_000

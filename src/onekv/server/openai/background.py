@@ -110,7 +110,7 @@ class Background:
                     await note_lost(backend, prepared, rendering.first)
 
     def _add(self, frames: Iterable[str]) -> None:
-        """Whoever follows looks again, also if there are none."""
+        """Whoever follows looks again, even if there are none."""
         made = list(frames)
         self.frames += made if self.stream else []
         self._news.set()

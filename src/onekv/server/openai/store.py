@@ -33,7 +33,7 @@ class Stored:
         return self.background is not None and self.background.running
 
     def conversation(self) -> list[ChatMessage]:
-        """To go on from. Raises BadRequestError if the response is not whole."""
+        """To continue from. Raises BadRequestError if the response is not whole."""
         if (status := self.response["status"]) not in ("completed", "incomplete"):
             name = self.response["id"]
             raise BadRequestError(f"the response {name!r} is {status}: it cannot be continued", "previous_response_id")

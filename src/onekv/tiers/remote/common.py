@@ -20,7 +20,7 @@ log = logging.getLogger("onekv.tiers")
 # A part: the node's key, and a group or STATES.
 Part = tuple[bytes, int]
 
-# Seconds that a look-up may take: a share of what computing would, within bounds; and where that is not known yet.
+# Seconds that a lookup may take: a share of what computing would, within bounds; and where that is not known yet.
 LOOK_SHARE, LOOK_LEAST, LOOK_MOST, LOOK_UNKNOWN = 0.05, 0.1, 1.0, 0.5
 # Seconds for which a part that could not be read is not looked for again.
 GONE_SECONDS = 30.0
@@ -116,7 +116,7 @@ class Common:
             self.changed.wait_for(event, seconds)
 
     def limit(self, tokens: int) -> float:
-        """How long a look-up for so many tokens may take. The lock is held."""
+        """How long a lookup for this many tokens may take. The lock is held."""
         if self.setup.timeout is not None:
             return self.setup.timeout
         compute = self.pace.compute(tokens)

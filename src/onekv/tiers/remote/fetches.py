@@ -3,7 +3,7 @@
     queued -> running -> here, or failed
        \\________\\________\\__-> nobody wants it any more
 
-Those that run or are here are within a budget of bytes, so that fetching goes on as fast as the engine takes them. A
+Those that run or are here are within a budget of bytes, so that fetching continues as fast as the engine takes them. A
 part is late when its own transfer takes too long: time that it waits for the engine is not the store's fault.
 """
 
@@ -96,7 +96,7 @@ class Fetches:
             common.counts.not_worth += 1
             self._fail(fetches)
             for fetch in fetches:
-                # Found again, it would be given up again.
+                # Found again, it would be abandoned again.
                 common.is_gone(fetch.part)
 
     def _worth(self, fetches: Sequence[Fetch]) -> bool:
@@ -185,7 +185,7 @@ class Fetches:
         except Trouble as trouble:
             problem = str(trouble)
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             problem = unforeseen(error)
         with common.lock:
             if problem is not None:

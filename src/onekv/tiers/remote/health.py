@@ -29,7 +29,7 @@ class Breaker:
         return self.reason is not None
 
     def fail(self, reason: str, now: float) -> bool:
-        """Something failed: pause, or go on doing so for longer. Whether it was in use until now."""
+        """Something failed: pause, or continue doing so for longer. Whether it was in use until now."""
         changed = not self.paused
         if self._up_since is None or (changed and now - self._up_since >= LONGEST_PAUSE):
             self._pause = FIRST_PAUSE
@@ -80,7 +80,7 @@ class Pace:
         return tokens * self.token if self.token is not None else None
 
     def worth(self, size: int, tokens: int) -> bool:
-        """Whether to read `size` bytes rather than compute `tokens`; also where that is not known."""
+        """Whether to read `size` bytes rather than compute `tokens`; even where that is not known."""
         compute = self.compute(tokens)
         return compute is None or self.transfer(size) <= WORTH * compute
 

@@ -2,7 +2,7 @@
 
     find -> a Question, unless all of it is known -> asked in a thread -> answered, or late
 
-Keys of a path are asked for some at a time, the first ones first, and no further where none of them is there: most of a
+Keys of a path are requested some at a time, the first ones first, and no further where none of them is there: most of a
 prompt that nobody has seen is never asked for. What was answered is good for some seconds.
 """
 
@@ -104,7 +104,7 @@ class Lookups:
         except Trouble as trouble:
             problem = str(trouble)
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             problem = unforeseen(error)
         common = self._common
         with common.lock:

@@ -240,7 +240,7 @@ class RemoteTier:
                 common.fail(str(trouble))
             return
         except Exception as error:  # noqa: BLE001
-            # Without a keeper the tier would stay paused for ever.
+            # Without a keeper the tier would stay paused forever.
             with common.lock:
                 common.fail(unforeseen(error))
             return

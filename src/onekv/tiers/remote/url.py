@@ -37,7 +37,7 @@ class Place:
     password: str | None = None
     tls: bool = False
     cluster: bool = False
-    # Seconds: after which the store forgets a part, and which a look-up may take; None leaves it to the store, and to
+    # Seconds: after which the store forgets a part, and which a lookup may take; None leaves it to the store, and to
     # what computing would take.
     ttl: float | None = None
     timeout: float | None = None

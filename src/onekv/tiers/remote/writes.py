@@ -120,7 +120,7 @@ class Writes:
             with common.lock:
                 (common.refused if trouble.refused else common.fail)(str(trouble))
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             with common.lock:
                 common.fail(unforeseen(error))
         if part is not None and buffer is not None:
