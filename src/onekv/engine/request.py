@@ -63,7 +63,7 @@ class Request:
     constraint: Constraint | None = None
     # Compute all of the prompt, with log probabilities of its tokens; it starts from nothing and leaves nothing cached.
     scored: bool = False
-    # What the answer may mostly be: it is guessed from, and changes nothing else.
+    # What the answer will mostly be: a source of guesses that changes nothing else.
     prediction: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

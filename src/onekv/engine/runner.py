@@ -90,7 +90,7 @@ class Runner:
             self._start(requests, logits)
             return []
         drawn = self.draw(requests, flight.logits, _numbers(requests))
-        # By itself: what is started together can only be read when all of it has ended.
+        # Separately: what is started together can only be read when all of it has finished.
         mx.async_eval(drawn.arrays())
         logits = self.forward(sequences, drawn.tokens)
         if self.memory.writes:
@@ -146,7 +146,7 @@ class Runner:
     def land(self) -> list[Row]:
         """Results of the step in flight, if there is one; none is in flight afterwards."""
         flight, self.flight = self.flight, None
-        # Who has ended gets no token, and its rules need not bear another one.
+        # A request that has ended gets no token, and its rules are not applied again.
         rows = [row for row, request in enumerate(flight.requests) if not request.finished] if flight else []
         if flight is None or not rows:
             return []
@@ -163,7 +163,7 @@ class Runner:
         """After requests were ended from outside: make sure that nothing started or built is left to compute."""
         if self.flight is not None and all(request.finished for request in self.flight.requests):
             self.flight = None
-        # What was built and not computed would keep its inputs alive.
+        # A graph that was built but not computed would keep its inputs alive.
         mx.eval(self.memory.arrays())
 
     def wait(self) -> None:

@@ -149,7 +149,7 @@ class Scheduler:
 
 
 def _leads(leader: Request, common: int) -> bool:
-    """Whether it has yet to store some of what it has in common with another."""
+    """Whether it has yet to store some of the prefix it shares with another."""
     return leader.state == "prefilling" and leader.stored < common
 
 

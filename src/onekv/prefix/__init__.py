@@ -1,4 +1,4 @@
-"""Which tokens are where: finished and running sequences leave their blocks in an index, later ones start from them.
+"""The prefix cache: finished and running sequences leave their blocks in an index, and later ones start from them.
 
 find.py        where a prompt can continue: in RAM, and in the colder tiers       Finder -> Found
 lease.py       one sequence's hold on memory, from what it shares to what it leaves behind    Lease

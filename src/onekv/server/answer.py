@@ -12,7 +12,7 @@ Where the request asks why no more of its prompt is cached, the
 headers wait for the end of the step in flight; else they are sent at once.
 
 sse-starlette does the last part, too, and is not used: it ends all streams at once when the server is told to stop,
-while ours may continue for `--grace` seconds; it pings on a timer instead of during silence; and its writes take longer.
+while ours may continue for `--grace` seconds; it pings on a timer, not only during silence; and its writes take longer.
 """
 
 import asyncio
