@@ -14,8 +14,7 @@ logits are only computed for tokens that are sampled from, and for prompts whose
     Speculation (speculation/)  what may come next, so that a step yields several tokens; None if that is off
 
 While one request is loading, the next ones are admitted and computed, and tiers prefetch; blocks are read into the pool
-between steps, for about `LOAD_SECONDS` at a time. Blocks that tiers want copies of (`PrefixCache.share`) are copied
-then, too.
+between steps, for about `LOAD_SECONDS` at a time, as are copies that tiers want (`PrefixCache.share`).
 
 Everything a step does is on behalf of some requests (`_on_behalf_of`). If it raises, those requests end with an error,
 what they computed is dropped, and the step continues with the others. `step` itself raises only if that is not

@@ -1,6 +1,6 @@
-"""What people can do with the folder of a disk cache: look into it, check it, empty it.
+"""Maintenance of a disk cache folder: inspect, verify, clear.
 
-Looking works while a server uses the folder. Checking and emptying take the folder for themselves.
+Inspecting works while a server uses the folder. Verifying and clearing need exclusive access.
 """
 
 import errno

@@ -22,7 +22,7 @@ from .turns import TurnsFile
 
 log = logging.getLogger("onekv.disk")
 
-# What the disk cache takes at most if nothing else is said, and which part of the free space.
+# Default limit of the disk cache, in bytes and as a fraction of the free space.
 MOST = 10 * 10**9
 SHARE = 10
 
@@ -45,7 +45,7 @@ def open_tiers(settings: Settings, plan: Plan, model: Module, name: str) -> tupl
 
 
 def stored_as(model: Module, plan: Plan) -> str:
-    """What blocks of `model` are stored under in all tiers: they are of use where it is the same. Reads all weights."""
+    """The fingerprint under which all tiers store blocks of `model`, usable wherever it is equal. Reads all weights."""
     return f"{identity(model)} {plan.stored_as}"
 
 

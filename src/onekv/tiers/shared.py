@@ -132,7 +132,7 @@ class Shared:
             self.counts.discarded += 1
 
     def fail(self, reason: Exception) -> None:
-        """The tier is of no use from here on: it has nothing and takes nothing."""
+        """The tier is disabled from here on: it has nothing and accepts nothing."""
         new = self.opened.fail(reason)
         with self.lock:
             self.work.notify_all()

@@ -2,10 +2,10 @@
 
     <key, 32 bytes> <length, 4> <token ids> <checksum, 8>      one after the other, the most recent last
 
-One is added at the end when a turn has been generated; when the file has become twice as large as what is still
-remembered of it, it is rewritten, by renaming. A kill leaves half a record at most: reading ends where the checksum
-does not fit, and what comes before that is sound. The folder's lock keeps other processes away. What cannot be written
-is not kept over a restart, which is logged once; it is a cache.
+A record is appended when a turn has been generated; when the file is twice as large as what is still remembered, it is
+rewritten and renamed. A kill leaves at most half a record: reading ends where the checksum does not match, and
+everything before that is sound. The folder's lock keeps other processes away. Turns that cannot be written do not
+survive a restart, which is logged once; it is a cache.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""The thread of a tier that changes the folder: it does tasks in the order they came (`tasks`), each when it has the
-folder's turn (`OpenFolder`).
+"""The thread of a tier that changes the folder: it runs tasks in FIFO order (`tasks`), each when it has the folder's
+turn (`OpenFolder`).
 
-Parts that follow each other in the queue are written together; each buffer is free as soon as its file is made. Uses
-(`touch`) are merged by node and written at most once a second, and before anything is evicted or waited for. When the
-tier has failed the thread continues, so that nobody waits forever, and discards.
+Consecutive parts in the queue are written together; each buffer is freed as soon as its file is written. Uses (`touch`)
+are merged by node and written at most once a second, and before anything is evicted or waited for. After the tier has
+failed, the thread keeps running, so that nobody waits forever, and discards.
 
 Without threads (`Setup.threads`) the same is done by `step`, on the thread that calls it, one task at a time.
 """

@@ -48,7 +48,7 @@ class Setup:
     threads: bool = True
 
     def bytes_of(self, nodes: int) -> int:
-        """What is read of so many blocks of a prompt."""
+        """Bytes read for this many blocks of a prompt."""
         return sum(
             image.size * (nodes if (most := self.reads[part]) is None else min(nodes, most))
             for part, image in self.images.items()
@@ -111,7 +111,7 @@ class Common:
         self.tasks: deque[Callable[[], None]] = deque()
 
     def wait(self, event: Callable[[], bool], seconds: float | None) -> None:
-        """Until the event, for at most `seconds`; without threads, nobody could bring it about. The lock is held."""
+        """Wait for the event, at most `seconds`; without threads, nothing could trigger it. The lock is held."""
         if self.setup.threads:
             self.changed.wait_for(event, seconds)
 
@@ -159,13 +159,13 @@ class Common:
 
     @property
     def failed(self) -> str | None:
-        """Why it is paused, or takes nothing. The lock is held."""
+        """Why it is paused, or rejects writes. The lock is held."""
         if self.breaker.paused:
             return f"paused: {self.breaker.reason}"
         return f"rejects writes: {self.refusal.reason}" if self.refusal.paused else None
 
     def is_wrong(self, part: Part, problem: str) -> None:
-        """A value that is there cannot be used: it is removed, and not asked for again soon."""
+        """A stored value cannot be used: it is removed, and not requested again soon."""
         name = self.setup.sealer.name(*part)
         with self.lock:
             self.counts.corrupt += 1
@@ -198,7 +198,7 @@ def unforeseen(error: Exception) -> str:
 
 
 class Threads:
-    """Threads that do what they are given, started when there is something. They do not keep a process from ending."""
+    """Threads that run what they are given, started on demand. They do not keep the process from exiting."""
 
     def __init__(self, common: Common, count: int, name: str) -> None:
         self._common, self._count, self._name = common, count, name
@@ -216,7 +216,7 @@ class Threads:
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Wait for those that work; one that waits for a store for longer is left to itself."""
+        """Wait for busy threads; one that waits longer for a store is abandoned."""
         for _ in self._threads:
             self._tasks.put(None)
         end = time.monotonic() + seconds

@@ -1,9 +1,9 @@
-"""Which parts a store has: asked by threads, answered from what they found out.
+"""Which parts a store has: threads query it, and lookups are answered from what they found.
 
     find -> a Question, unless all of it is known -> asked in a thread -> answered, or late
 
-Keys of a path are requested some at a time, the first ones first, and no further where none of them is there: most of a
-prompt that nobody has seen is never asked for. What was answered is good for some seconds.
+Keys of a path are queried a few at a time, in order, until none of them is found: most of a prompt that nobody has seen
+is never queried. Answers are valid for some seconds.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .common import REMEMBERED, Common, Recent, Threads, unforeseen
 from .stores import Trouble
 
 LOOKERS = 2
-# Keys asked for at once: at first, then more.
+# Keys queried at a time: at first, then more.
 FIRST, NEXT = 16, 120
 # Seconds for which an answer is good; and for which nobody need have asked for one that was late in coming.
 FRESH, FORGOTTEN = 5.0, 60.0

@@ -1,4 +1,4 @@
-"""What `--remote-tier` may say, and what it means: a pure function from text to a `Place`."""
+"""Parses `--remote-tier`: a pure function from text to a `Place`."""
 
 import ipaddress
 import re
@@ -24,7 +24,7 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 
 @dataclass(frozen=True, repr=False)
 class Place:
-    """Where a store is, and how it is talked to."""
+    """Where a store is, and how to connect to it."""
 
     kind: str
     # For messages: without a password.
