@@ -134,7 +134,7 @@ def test_abort_by_name_gives_what_there_is():
         await anext(stream)
         while (await llm.call(LLM.stats)).running < 2:
             await asyncio.sleep(0)
-        with pytest.raises(SettingError, match="request_id is 'one', which another call has"):
+        with pytest.raises(SettingError, match="request_id is 'one', which another call in flight already has"):
             llm.stream(PROMPTS[2], 5, request_id="one")
         llm.abort("one")
         llm.abort("two")

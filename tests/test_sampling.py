@@ -173,7 +173,7 @@ def test_each_of_several_prompts_may_have_its_own(tiny):
 )
 def test_an_unknown_name_is_refused_with_the_nearest(tiny, wrong, right):
     for call in (tiny.generate, tiny.stream):
-        with pytest.raises(SettingError, match=rf"unknown option '{wrong}'; there are .*; did you mean {right}\?$"):
+        with pytest.raises(SettingError, match=rf"unknown option '{wrong}'; available: .*; did you mean {right}\?$"):
             call(PROMPT, **{wrong: 1})
 
 

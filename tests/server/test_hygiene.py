@@ -106,7 +106,7 @@ def test_a_file_switches_rules_and_adds_some(tmp_path: Path) -> None:
     [
         ("[hygiene.x]\npattern='(a'", r"hygiene.x: the pattern '\(a' cannot be used: missing \) at position 2"),
         ("[hygiene.x]\npattern='a*'", r"hygiene.x in the TOML file: the pattern 'a\*' matches the empty string"),
-        ("[hygiene.x]\nreplace='a'", "hygiene.x in the TOML file has no pattern; give one"),
+        ("[hygiene.x]\nreplace='a'", "hygiene.x in the TOML file has no pattern; set one"),
         ("[hygiene.x]\npattern=5", "hygiene.x in the TOML file: pattern is 5; it must be text"),
         ("[hygiene.x]\npatern='a'", r"hygiene.x in the TOML file sets 'patern'; .* did you mean pattern\?"),
         ("[hygiene]\nx=true", "hygiene.x in the TOML file is True; OneKV's own rules are billing, clocks"),

@@ -86,7 +86,7 @@ def test_memory_reuse_tiers_and_models_fit_into_a_small_terminal(two: Server) ->
         assert [name.split(" █")[0].split(" ▏")[0][:9].strip() for name in names] == [
             *("memory", "weights", "KV in use", "KV cached", "KV free", "process")
         ]
-        assert "of the budget of 1.17 GiB" in text(app, "memory")
+        assert "of the 1.17 GiB budget" in text(app, "memory")
         assert "hits 1 (" in text(app, "reuse") and "disk" in text(app, "tiers")
         assert [row[:3] for row in table(app, "models")] == [[RED, "loaded", "lru"], [BLUE, "loaded", "lru"]]
         assert "2 of 2 models loaded" in text(app, "status")

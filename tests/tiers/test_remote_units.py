@@ -65,7 +65,7 @@ def test_a_store_elsewhere_needs_a_secret(tmp_path):
     for url in ("valkey://127.0.0.1", "redis://[::1]:7000", "valkey://localhost", "file:///shared"):
         assert secret(url) is None
     for url in ("valkey://10.0.0.1", "rediss://cache.local", "s3://bucket"):
-        with pytest.raises(SettingError, match="give all servers the same --tier-secret, or --tier-secret none"):
+        with pytest.raises(SettingError, match="set the same --tier-secret on all servers, or --tier-secret none"):
             secret(url)
         assert secret(url, "none") is None
         assert secret(url, "sixteen letters!") == "sixteen letters!"
