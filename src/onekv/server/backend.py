@@ -1,8 +1,8 @@
 """The model behind the server, as the event loop sees it.
 
-`Backend` owns an `AsyncLLM` and adds what a server needs: the model's names, how it is sampled where a request does not
-say, the longest answer, metrics. `generate` starts generations, whose events come into one `Inbox`; those that have not
-ended when the block is left (the client went away) are cancelled:
+`Backend` owns an `AsyncLLM` and adds what a server needs: the model's names, sampling defaults, the longest answer,
+metrics. `generate` starts generations, whose events arrive in one `Inbox`; those that have not ended when the block is
+left (the client disconnected) are cancelled:
 
     with backend.generate([...]) as inbox: ...
 """
@@ -119,7 +119,7 @@ class Backend:
         self.loaded = True
 
     def stop(self, grace: float, step_limit: float = math.inf) -> None:
-        """As `AsyncLLM.stop`; a model that is being loaded, which may take long, is left to the end of the process."""
+        """Like `AsyncLLM.stop`; a model that is being loaded, which may take long, is left for the process to end."""
         if self.loaded:
             self.engine.stop(grace, step_limit)
 

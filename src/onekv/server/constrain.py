@@ -1,7 +1,7 @@
-"""Answers that must have a form, enforced token by token with llguidance.
+"""Constrained answers, enforced token by token with llguidance.
 
-Three forms: JSON that fits a schema, a tool call that must be made, or either of the two. A model that is thinking
-thinks freely; the form begins with the token after its reasoning.
+Three constraints: JSON that matches a schema, a mandatory tool call, or either of the two. Thinking is unconstrained;
+the constraint begins with the token after the reasoning.
 """
 
 import json
@@ -71,7 +71,7 @@ class GrammarConstraint:
 
 
 def constraint_for(backend: Backend, call: ChatCall, thinking: bool) -> GrammarConstraint | None:
-    """What the answers to `call` must keep to, if anything; `thinking`: the prompt has opened the reasoning."""
+    """The constraint on answers to `call`, if any; `thinking`: the prompt has opened the reasoning."""
     tokenizer = backend.tokenizer
     tools = _callable_tools(call)
     if call.schema is None and not tools:

@@ -1,9 +1,9 @@
-"""What the model says, as it comes: the same for all APIs, each of which only writes it in its own format.
+"""The model's output as it arrives: the same for all APIs, each of which only renders it in its own format.
 
     TextDelta, ToolCallPart ... ToolCallDelta ... -> Finish       per choice; the choices of one answer come mixed
 
-A call is given whole when it has ended. Where its arguments can be read before that, and the answer is streamed, parts
-of them come first.
+A call is emitted whole when it has ended. If its arguments can be parsed before that, and the answer is streamed, parts
+of them are emitted first.
 """
 
 import secrets

@@ -56,13 +56,13 @@ class LoadingError(OneKVError):
 
 
 class MisdirectedError(OneKVError):
-    """The server was called by a name that is not its own."""
+    """The server was addressed by a name that is not its own."""
 
     status = 421
 
 
 class FormError(RequestFailedError):
-    """The form that the client wants of the answer proved too hard to keep, in the middle of it."""
+    """The constraint on the answer could not be satisfied, found out in the middle of it."""
 
     status = 400
 

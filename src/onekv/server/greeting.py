@@ -1,4 +1,4 @@
-"""What `onekv serve` says when the model is loaded: the plan, where clients find the server, and a line to try."""
+"""What `onekv serve` prints when the model is loaded: the plan, the URLs for clients, and a command to try."""
 
 import json
 import shlex

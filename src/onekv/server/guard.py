@@ -1,12 +1,12 @@
-"""What stands before every route: names, origins, keys, sizes.
+"""Checks before every route: host names, origins, keys, sizes.
 
-host      a name by which the server may be called, so that no web page reaches it by a name of its own
-body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
-origin    a web page of another origin may not call the server unless it is in `--cors-origin`
-key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
+host      must be an allowed name of the server, so that no web page can reach it under its own name
+body      read here, at most `--max-body` bytes of a reasonable shape, then passed on; so no handler sees more
+origin    a web page from another origin may not call the server unless it is in `--cors-origin`
+key       compared in constant time with each of the server's keys; determines the salt of cached prefixes
 
 Starlette's TrustedHostMiddleware is not used for the first: it knows lists of names, not "any address of this machine",
-refuses clients that send no Host, and answers in plain text.
+rejects clients that send no Host, and responds in plain text.
 """
 
 import hashlib

@@ -1,12 +1,11 @@
-"""Text in system messages that changes although nothing has: dropped or rounded before rendering.
+"""Volatile text in system messages, such as timestamps: dropped or rounded before rendering.
 
-One changed word at the front of a prompt makes all that follows new to the prefix cache. A `Rule` is a pattern and the
-text that takes the place of whatever matches. `OWN` are those that come with OneKV; the TOML file may add others
-(`read_table`); `--hygiene` names those that are on (`chosen`). A `Hygiene` has these and applies them to the system
-messages of a call, and to nothing else.
+One changed word at the front of a prompt makes everything after it a cache miss. A `Rule` is a pattern and its
+replacement. `OWN` are those that come with OneKV; the TOML file may add others (`read_table`); `--hygiene` selects
+those that are on (`chosen`). A `Hygiene` applies these to the system messages of a call, and to nothing else.
 
-`regex` and not `re`: patterns of users may take forever, on system texts of 100 KB and more. It gives up after a time
-and lets other threads run meanwhile; the text then stays as it is.
+`regex` instead of `re`: users' patterns may take forever, on system messages of 100 KB and more. `regex` has a timeout
+and lets other threads run meanwhile; the text is then left unchanged.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""Prompts for what comes between two texts, for models that were made for it.
+"""Fill-in-the-middle prompts, for models that were trained for it.
 
-Such a model has tokens of its own for the text before the gap, the text after it, and the gap. Which they are, its
-vocabulary says.
+Such a model has special tokens for the text before the gap, the text after it, and the gap; they are found in its
+vocabulary.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Every request has an id, and a line in the log when it is over.
 
-The id is the client's own (`x-request-id`), if it sent one that can stand in a log, else a new one. Each response has
-it as `x-request-id`, and as `request-id` where Anthropic's clients look for it; errors in Anthropic's format and what
-the log has of an error have it, too.
+The id is the client's own (`x-request-id`), if it sent one that is safe to log, otherwise a new one. Each response has
+it as `x-request-id`, and as `request-id` where Anthropic's clients look for it; so do errors in Anthropic's format and
+errors in the log.
 
     Journal     around all that answers: makes an `Entry`, gives responses their headers, writes the line
     current     the entry of the request that is being answered, for whoever works on it

@@ -1,8 +1,8 @@
-"""Messages in the form that the model's chat template takes.
+"""Messages in the form that the model's chat template accepts.
 
-Templates differ in what they refuse: a second system message, one after the user's, any at all, two user messages in a
-row, arguments that are no object. A template is tried with tiny messages, once; what it takes is left as it is, since
-the same messages must become the same prompt. What it refuses, or drops without a word, is rewritten:
+Templates differ in what they reject: a second system message, one after the user's, any at all, two user messages in a
+row, arguments that are not an object. A template is tested with tiny messages, once; whatever it accepts is left
+unchanged, since the same messages must become the same prompt. What it rejects, or silently drops, is rewritten:
 
     several system messages at the start    one, joined by an empty line
     a system message later on               the user's text, in <system> tags, where it stands: moved to the front it

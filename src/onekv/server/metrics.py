@@ -1,6 +1,6 @@
-"""What /metrics tells: counters and histograms kept here, and gauges of the engine taken when they are requested.
+"""Metrics for /metrics: counters and histograms kept here, and gauges of the engine read on each scrape.
 
-Requests are observed in the engine's thread, as their events come; the gauges show one snapshot of `LLM.stats`.
+Requests are observed in the engine's thread, as their events arrive; the gauges show one snapshot of `LLM.stats`.
 """
 
 import time

@@ -1,15 +1,14 @@
-"""Health by progress: whether the engine gets on, told by what its thread says it is doing, and since when.
+"""Health by progress: whether the engine makes progress, based on what its thread is doing, and since when.
 
     loading -> ok -> shutting down -> ended     ended by itself, too, where the engine could not continue
                | ^
               stuck                             a step, or an order between two, takes longer than `--step-limit`
 
-`Watch.state` is what the probes ask. The watchdog, a daemon thread, writes the stacks of all Python threads to the log,
-once for each step that is stuck. With `--exit-when-stuck` it then ends the process, for a supervisor to start it again,
-and so it does where the engine could not continue. What is in the disk cache is whole at every moment, so nothing is
-closed before.
+Probes read `Watch.state`. The watchdog, a daemon thread, logs the stacks of all Python threads, once for each stuck
+step. With `--exit-when-stuck` it then ends the process, for a supervisor to restart it, and likewise if the engine
+could not continue. The disk cache is consistent at every moment, so nothing is closed before.
 
-Whatever keeps Python's lock forever keeps this from running as well; then no probe is answered, which says the same.
+If something holds Python's lock forever, this cannot run either; then no probe is answered, which says the same.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Who may look at what is about all keys, and when there is something to look at."""
+"""Who may see figures about all keys, and when they are available."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any

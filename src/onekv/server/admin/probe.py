@@ -1,4 +1,4 @@
-"""POST /admin/cache/probe: how much of a prompt is cached, and where it leaves what is."""
+"""POST /admin/cache/probe: how much of a prompt is cached, and where it diverges."""
 
 import asyncio
 from typing import Annotated, Any

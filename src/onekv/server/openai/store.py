@@ -1,4 +1,4 @@
-"""Responses that can be asked for again, in memory, bounded."""
+"""Stored responses, in memory, bounded."""
 
 import json
 from collections import OrderedDict
