@@ -134,7 +134,7 @@ def test_abort_by_name_gives_what_there_is():
         await anext(stream)
         while (await llm.call(LLM.stats)).running < 2:
             await asyncio.sleep(0)
-        with pytest.raises(SettingError, match="request_id is 'one', which another call has"):
+        with pytest.raises(SettingError, match="request_id is 'one', which another call in flight already has"):
             llm.stream(PROMPTS[2], 5, request_id="one")
         llm.abort("one")
         llm.abort("two")
@@ -153,7 +153,7 @@ def test_errors_are_those_of_llm(expected):
     async def work(llm):
         for wrong, options, error, text in (
             ([], {}, PromptError, "the prompt is empty"),
-            ("Hi", {}, PromptError, "a text needs the model's tokenizer"),
+            ("Hi", {}, PromptError, "a text prompt needs the model's tokenizer"),
             ([1], {"tempreture": 1}, SettingError, "did you mean temperature"),
             ([1] * 10**5, {}, OneKVError, "raise --kv-memory"),
         ):

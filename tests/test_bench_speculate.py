@@ -54,4 +54,4 @@ def test_guesses_of_which_a_share_is_right(capsys, tmp_path, monkeypatch):
 
 def test_a_model_whose_output_cannot_be_decided_is_refused(tiny, capsys):
     assert main(["bench", "speculate", "--model", tiny, "--oracle"]) == 1
-    assert "--oracle needs a model with an output of its own" in capsys.readouterr().err
+    assert "--oracle needs a model with its own output layer" in capsys.readouterr().err

@@ -154,7 +154,7 @@ def test_looking_works_beside_a_server_and_changing_names_its_pid(run, folder):
         assert ["big", "14"] in [[row[0], row[2]] for row in rows(run("ls", "--disk-cache", folder)[1])]
         assert json.loads(run("stats", "--disk-cache", folder, "--json")[1])["blocks"] == 17
         for action in ("verify", "clear"):
-            assert f"is used by another process (pid {server.pid})" in refused(run(action, "--disk-cache", folder))
+            assert f"is in use by another process (pid {server.pid})" in refused(run(action, "--disk-cache", folder))
         assert len(files(folder)) == 17
         server.stdin.close()
     assert run("verify", "--disk-cache", folder)[0] == 0

@@ -177,7 +177,7 @@ def test_writes_of_mlx_are_not_compiled(monkeypatch):
     monkeypatch.setattr(loops, "why_not", lambda: "no numba here")
     assert compile_decode(model, memory, None) == (None, "no numba here")
     sequence = memory.open(10)
-    with pytest.raises(Untraceable, match="stored by an operation"):
+    with pytest.raises(Untraceable, match="stored by an MLX operation"):
         CompiledDecode(model, memory)([sequence], mx.array([1]), [1])
     memory.close(sequence)
     memory.check_integrity()

@@ -84,7 +84,7 @@ def test_a_second_user_goes_without_the_shared_folder_and_is_refused_others(mode
     plan = make_plan(model, settings, None)
     assert open_tier(settings, plan, stored_as(model, plan), "a model") is None
     assert any(f"pid {os.getpid()}" in record.getMessage() for record in caplog.records)
-    with pytest.raises(Exception, match="is used by this process"):
+    with pytest.raises(Exception, match="is already in use by this process"):
         engine_of(model, kv_memory="80MiB", disk_cache=str(default_folder()), disk_limit="2GB")
     first.close()
 

@@ -42,7 +42,7 @@ def opened(model, tokenizer, kv_format: str, **settings) -> LLM:
 
 
 def told(caplog) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "suits this model badly" in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "is a poor fit for this model" in record.getMessage()]
 
 
 def test_a_model_that_a_format_breaks_is_told_of(tokenizer, caplog):

@@ -73,7 +73,7 @@ def test_an_order_may_be_stuck_and_closing_is_not() -> None:
     stopping = threading.Thread(target=running.thread.stop, args=(0, 0))
     stopping.start()
     assert closing.reached.wait(60)
-    assert (str(running.thread.doing), running.thread.stuck(0)) == ("storing what is cached", False)
+    assert (str(running.thread.doing), running.thread.stuck(0)) == ("storing the cache", False)
     # However short the limit is, what is cached is stored.
     stopping.join(0.5)
     assert stopping.is_alive()

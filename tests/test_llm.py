@@ -178,7 +178,7 @@ def test_a_model_object_without_a_tokenizer_takes_token_ids(llm, kv_format):
         assert len(seen) > 3
         assert seen[-1] == whole.tokens
         for call in (bare.generate, bare.stream):
-            with pytest.raises(PromptError, match=r"a text needs the model's tokenizer; pass tokenizer=\.\.\."):
+            with pytest.raises(PromptError, match=r"a text prompt needs the model's tokenizer; pass tokenizer=\.\.\."):
                 call(PROMPTS[0])
         for call in (bare.chat, bare.stream_chat):
             with pytest.raises(PromptError, match=r"messages need the model's tokenizer; pass tokenizer=\.\.\."):

@@ -102,9 +102,9 @@ def test_a_trial_where_there_is_no_metal():
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("import os; os.abort()", "it was ended by signal 6"),
+        ("import os; os.abort()", "it was killed by signal 6"),
         ("import time; print('{}', flush=True); time.sleep(60)", "it was still running after 2 s"),
-        ("raise KeyError('lanes')", "it ended with status 1: KeyError: 'lanes'"),
+        ("raise KeyError('lanes')", "it exited with status 1: KeyError: 'lanes'"),
     ],
 )
 def test_what_takes_its_process_with_it_is_a_reason(program, error):

@@ -116,7 +116,7 @@ def test_what_a_window_has_given_back_cannot_come_back():
     memory = make_memory(model)
     sequence = memory.open(200)
     store(model, memory, sequence, tokens(120, 1))
-    with pytest.raises(IntegrityError, match="was given back"):
+    with pytest.raises(IntegrityError, match="was released"):
         memory.truncate(sequence, 20)
     assert sequence.length == 120
     memory.check_integrity()

@@ -173,7 +173,7 @@ def test_each_of_several_prompts_may_have_its_own(tiny):
 )
 def test_an_unknown_name_is_refused_with_the_nearest(tiny, wrong, right):
     for call in (tiny.generate, tiny.stream):
-        with pytest.raises(SettingError, match=rf"unknown option '{wrong}'; there are .*; did you mean {right}\?$"):
+        with pytest.raises(SettingError, match=rf"unknown option '{wrong}'; available: .*; did you mean {right}\?$"):
             call(PROMPT, **{wrong: 1})
 
 
@@ -246,7 +246,7 @@ def test_chat_template_kwargs_reach_the_template(smollm):
     with pytest.raises(SettingError, match="chat_template_kwargs is 5"):
         smollm.chat(messages, chat_template_kwargs=5)
     broken = {"chat_template": "{{ raise_exception('roles must alternate') }}"}
-    with pytest.raises(PromptError, match="does not take these messages: roles must alternate"):
+    with pytest.raises(PromptError, match="does not accept these messages: roles must alternate"):
         smollm.chat(messages, chat_template_kwargs=broken)
 
 

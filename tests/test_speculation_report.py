@@ -70,7 +70,7 @@ def test_an_llm_of_a_recurrent_model_runs_with_auto_and_is_refused_with_lookup()
         assert (completion.proposed_tokens, completion.accepted_tokens) == (0, 0)
         stats = llm.stats()
         assert stats.speculation is None
-        assert stats.unspeculated == "the model has recurrent states, which cannot be taken back"
+        assert stats.unspeculated == "the model has recurrent states, which cannot be rolled back"
         assert "  no speculation: the model has recurrent states" in repr(stats)
     with pytest.raises(SettingError, match=r"--speculate is 'lookup'.*recurrent states"):
         LLM(build("mamba2"), kv_memory="8MB", speculate="lookup")
@@ -201,7 +201,7 @@ def test_predictions_of_several_prompts(llm):
     plain = llm.generate(prompts, max_tokens=12, salt="a")
     told = llm.generate(prompts, max_tokens=12, salt="b", prediction=["", plain[1].text])
     assert [each.tokens for each in told] == [each.tokens for each in plain]
-    with pytest.raises(SettingError, match="prediction has 1 entries for 2 prompts; give one, or one for each"):
+    with pytest.raises(SettingError, match="prediction has 1 entries for 2 prompts; pass one, or one for each"):
         llm.generate(prompts, prediction=["one"])
     with pytest.raises(PromptError, match="the prediction is 5; it must be text or a list of token ids"):
         llm.generate(QUESTION, prediction=5)

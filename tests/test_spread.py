@@ -23,8 +23,8 @@ from test_ragged import buffers, close, tokens
 
 BLOCK, CHUNK = 16, 48
 STATES = "recurrent states"
-BESIDE = "depends on the rows beside it"
-NUMBER = "does not take one position per row"
+BESIDE = "depends on the other rows"
+NUMBER = "does not accept one position per row"
 # Why a model cannot; all others can.
 REFUSED = {
     **dict.fromkeys(["mamba", "mamba2", "rwkv7", "qwen3_next", "qwen3_5", "nemotron_h", "lfm2", "jamba"], STATES),
@@ -32,7 +32,7 @@ REFUSED = {
     **dict.fromkeys(["baichuan_m1", "longcat_flash_ngram"], STATES),
     **dict.fromkeys(["gemma2", "afm7"], BESIDE),
     **dict.fromkeys(["llama-dynamic-rope", "gpt_bigcode", "llama4"], NUMBER),
-    "minimax_m3_vl": "place of a token in memory",
+    "minimax_m3_vl": "place in memory as its position",
 }
 # A cache of its own, which OneKV does not hold.
 SERVED = [name for name in ARCHITECTURES if name != "deepseek_v41"]

@@ -56,14 +56,14 @@ def encode(prompt: Prompt, tokenizer: Any, name: str = "prompt", **how: Any) -> 
     if not prompt:
         raise PromptError(f"the {name} is empty; it must have at least one token")
     if tokenizer is None:
-        raise PromptError("a text needs the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
+        raise PromptError("a text prompt needs the model's tokenizer; pass tokenizer=... to LLM, or pass token ids")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise PromptError(f"the {name} has half a character (a lone surrogate); it must be valid text")
+        raise PromptError(f"the {name} contains a lone surrogate; it must be valid text")
     return [int(token) for token in tokenizer.encode(prompt, **how)]
 
 
 def encode_prediction(prediction: Prompt, tokenizer: Any) -> list[int]:
-    """The tokens of a prediction, which goes on where the prompt ends: nothing marks its beginning."""
+    """The tokens of a prediction, which continues where the prompt ends: nothing marks its beginning."""
     empty = isinstance(prediction, str) and not prediction
     return [] if empty else encode(prediction, tokenizer, "prediction", add_special_tokens=False)
 
@@ -73,7 +73,7 @@ def chat_tokens(name: str, tokenizer: Any, messages: list[Message], given: Mappi
     if not messages:
         raise PromptError("there are no messages; give at least one")
     if tokenizer is None:
-        raise PromptError("messages need the model's tokenizer; pass tokenizer=... to LLM, or give token ids")
+        raise PromptError("messages need the model's tokenizer; pass tokenizer=... to LLM, or pass token ids")
     if tokenizer.chat_template is None:
         raise PromptError(f"{name} has no chat template; use generate with a plain prompt")
     if given is not None and not isinstance(given, Mapping):
@@ -81,7 +81,7 @@ def chat_tokens(name: str, tokenizer: Any, messages: list[Message], given: Mappi
     try:
         tokens = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **(given or {})})
     except TEMPLATE_ERRORS as error:
-        raise PromptError(f"the chat template of {name} does not take these messages: {error}") from error
+        raise PromptError(f"the chat template of {name} does not accept these messages: {error}") from error
     return [int(token) for token in tokens]
 
 
@@ -93,7 +93,7 @@ def options_of(
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise SettingError(f"unknown option {name!r}; there are {', '.join(OPTIONS)}{hint}")
+            raise SettingError(f"unknown option {name!r}; available: {', '.join(OPTIONS)}{hint}")
     salt, pin, predictions = given.get("salt", ""), given.get("pin", False), _predictions(given, count)
     changes = {name: value for name, value in given.items() if name not in ("salt", "pin", "prediction")}
     if max_tokens is not None:
@@ -102,7 +102,7 @@ def options_of(
     if not all(isinstance(one, Sampling) for one in each):
         raise SettingError(f"sampling is {sampling!r}; it must be a Sampling, or one for each prompt")
     if len(each) != count:
-        raise SettingError(f"sampling has {len(each)} entries for {count} prompts; give one, or one for each")
+        raise SettingError(f"sampling has {len(each)} entries for {count} prompts; pass one, or one for each")
     return [
         Options(replace(one, **changes) if changes else one, salt, pin, prediction)
         for one, prediction in zip(each, predictions, strict=True)
@@ -116,5 +116,5 @@ def _predictions(given: dict[str, Any], count: int) -> list[Prompt]:
         return [""] * count
     predictions, many = prompts_of(prediction)
     if many and len(predictions) != count:
-        raise SettingError(f"prediction has {len(predictions)} entries for {count} prompts; give one, or one for each")
+        raise SettingError(f"prediction has {len(predictions)} entries for {count} prompts; pass one, or one for each")
     return predictions if many else predictions * count

@@ -323,7 +323,7 @@ class AsyncLLM:
     def _open(self, kind: type[AnyReader], requests: list[Request], request_id: str | None) -> AnyReader:
         other = self._named.get(request_id) if request_id is not None else None
         if other is not None and not other.ended:
-            raise SettingError(f"request_id is {request_id!r}, which another call has that has not ended")
+            raise SettingError(f"request_id is {request_id!r}, which another call in flight already has")
         reader = kind(self, requests)
         if request_id is not None:
             self._named[request_id] = reader

@@ -14,7 +14,7 @@ class Completion:
     """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it.
 
     `text` is empty where the LLM has no tokenizer. `stopped_by` is the stop string that ended it, if one did;
-    `logprobs` has one entry for each token, if they were asked for.
+    `logprobs` has one entry for each token, if they were requested.
     """
 
     text: str

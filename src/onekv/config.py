@@ -264,7 +264,7 @@ class Settings(SettingsBase):
     kernels: str = setting(
         "auto",
         one_of(*KERNELS),
-        "auto uses OneKV's CUDA kernels and compiled loops where they apply, off only MLX's own operations: slower",
+        "auto uses OneKV's CUDA kernels and compiled loops where they apply, off uses MLX's own operations: slower",
         metavar="auto|off",
     )
     kv_format: str = setting(
@@ -366,7 +366,7 @@ class Settings(SettingsBase):
                 f"--speculate is {self.speculate!r}, but --draft-model is {self.draft_model!r}; set only one of them"
             )
         if self.remote_tier is not None and not self.prefix_cache:
-            raise SettingError("--prefix-cache is off and there is a --remote-tier; give one of the two")
+            raise SettingError("--prefix-cache is off, but --remote-tier is set; set only one of them")
         if self.disk_cache is None:
             return
         if self.hot_only:

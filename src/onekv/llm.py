@@ -160,7 +160,7 @@ class LLM:
     def _check_no_adapter(self) -> None:
         if self.settings.adapter is not None:
             raise SettingError(
-                f"--adapter is {self.settings.adapter!r}, and the model is an object; give its path, or load the "
+                f"--adapter is {self.settings.adapter!r}, but the model is an object; pass its path, or load the "
                 "adapter into it with mlx_lm.utils.load_adapters"
             )
 

@@ -49,7 +49,7 @@ def plan_of(name: str, settings: Settings) -> tuple[str, Module, int | None, Pla
 def plan_table(plan: Plan, context: int | None, adapter: int = 0) -> str:
     """Where the bytes go, and how many conversations that is, up to the longest that the model takes.
 
-    Of its weights, so many bytes may be an `adapter`'s.
+    Of its weights, this many bytes may be an `adapter`'s.
     """
     return "\n\n".join((_bytes_table(plan, adapter), _groups_table(plan), _lengths_table(plan, context)))
 
@@ -61,8 +61,8 @@ def _bytes_table(plan: Plan, adapter: int) -> str:
         ["KV pool", format_size(plan.pool_bytes)],
         ["recurrent states", format_size(plan.state_bytes)],
         ["workspace of a step", format_size(plan.workspace)],
-        *([["on the way to and from disk", format_size(plan.disk_staging)]] if plan.disk_staging else []),
-        *([["on the way to and from the store", format_size(plan.remote_staging)]] if plan.remote_staging else []),
+        *([["in flight to and from disk", format_size(plan.disk_staging)]] if plan.disk_staging else []),
+        *([["in flight to and from the store", format_size(plan.remote_staging)]] if plan.remote_staging else []),
         ["margin", format_size(MARGIN)],
         ["total", format_size(plan.total)],
         ["available", format_size(plan.device.available)],

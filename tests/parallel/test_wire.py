@@ -248,11 +248,11 @@ def test_a_prompt_from_standard_input_is_refused(
 ) -> None:
     monkeypatch.setenv("MLX_RANK", "0")
     assert main(["generate", "-"]) == 1
-    assert "mlx.launch does not pass on the end of its input" in capsys.readouterr().err
+    assert "mlx.launch does not forward the end of its input" in capsys.readouterr().err
 
 
 def test_several_models_are_refused() -> None:
     command = [sys.executable, "-m", "onekv", "serve", "smollm2-135m", "another", "--port", "0"]
     environment = {**os.environ, "MLX_RANK": "0"}
     run = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert run.returncode == 1 and "a server has one model" in run.stderr, run.stderr
+    assert run.returncode == 1 and "a server has a single model" in run.stderr, run.stderr

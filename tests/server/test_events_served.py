@@ -37,7 +37,7 @@ def test_off_there_is_nothing():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"kv_events": "5557"}, "--kv-events is '5557'; it must be an endpoint of ZeroMQ such as tcp://127.0.0.1:5557"),
+        ({"kv_events": "5557"}, "--kv-events is '5557'; it must be a ZeroMQ endpoint such as tcp://127.0.0.1:5557"),
         ({"kv_events": "tcp://192.0.2.1:5557"}, "--kv-events is 'tcp://192.0.2.1:5557', which cannot be bound"),
         ({"kv_events": "ipc:///nowhere/at/all"}, "--kv-events is 'ipc:///nowhere/at/all', which cannot be bound"),
         ({"kv_events": "tcp://127.0.0.1:65535"}, "model number 2 would have port 65536"),
@@ -79,7 +79,7 @@ def test_topics_and_endpoints_of_several_models(caplog):
     try:
         assert [each.topic for each in opened] == ["kv@9000@a/b", "kv@9000@{host}"]
         assert len({each.endpoint for each in opened}) == 2
-        assert "whoever can reach it reads the token ids" in caplog.text
+        assert "anyone who can reach it can read the token ids" in caplog.text
     finally:
         for each in opened:
             each.close()

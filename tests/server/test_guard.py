@@ -198,7 +198,7 @@ def test_the_documented_statuses_are_those_that_are_sent() -> None:
     }
     # And by a connection, before there is a request.
     assert set(rows) == sent | {408}
-    assert "too many requests wait" in rows[status_of(OverloadedError("x", 1))]
+    assert "too many requests are queued" in rows[status_of(OverloadedError("x", 1))]
     assert "Retry-After" in rows[status_of(OverloadedError("x", 1))]
 
 

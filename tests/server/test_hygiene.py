@@ -105,14 +105,14 @@ def test_a_file_switches_rules_and_adds_some(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[hygiene.x]\npattern='(a'", r"hygiene.x: the pattern '\(a' cannot be used: missing \) at position 2"),
-        ("[hygiene.x]\npattern='a*'", r"hygiene.x in the TOML file: the pattern 'a\*' matches where there is nothing"),
-        ("[hygiene.x]\nreplace='a'", "hygiene.x in the TOML file has no pattern; give one"),
+        ("[hygiene.x]\npattern='a*'", r"hygiene.x in the TOML file: the pattern 'a\*' matches the empty string"),
+        ("[hygiene.x]\nreplace='a'", "hygiene.x in the TOML file has no pattern; set one"),
         ("[hygiene.x]\npattern=5", "hygiene.x in the TOML file: pattern is 5; it must be text"),
         ("[hygiene.x]\npatern='a'", r"hygiene.x in the TOML file sets 'patern'; .* did you mean pattern\?"),
         ("[hygiene]\nx=true", "hygiene.x in the TOML file is True; OneKV's own rules are billing, clocks"),
         ("[hygiene.billing]\npattern='a'", "hygiene.billing in the TOML file is one of OneKV's own rules"),
-        ("[hygiene.'a,b']\npattern='a'", "hygiene.a,b in the TOML file: the name of a rule has letters"),
-        ("[hygiene.none]\npattern='a'", "the name of a rule .* is not 'none'"),
+        ("[hygiene.'a,b']\npattern='a'", "hygiene.a,b in the TOML file: a rule's name may only have letters"),
+        ("[hygiene.none]\npattern='a'", "a rule's name .* cannot be 'none'"),
     ],
 )
 def test_a_bad_rule_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:

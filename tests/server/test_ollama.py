@@ -199,7 +199,7 @@ def test_refusals_say_why(server: Any, client: ollama.Client, model: str) -> Non
         assert "embeddings are not supported" in refused(client, call, model=model, **given).error
     assert "models cannot be changed" in refused(client, "pull", model="other").error
     gap = refused(client, "generate", model=model, prompt="x", suffix="end").error
-    assert gap.startswith("suffix: ") and "has no tokens for the text between" in gap
+    assert gap.startswith("suffix: ") and "has no tokens for filling in the middle" in gap
     for field, value in (("template", "{{ .Prompt }}"), ("context", [1, 2])):
         assert (
             f"{field} is not supported" in refused(client, "generate", model=model, prompt="x", **{field: value}).error

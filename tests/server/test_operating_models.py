@@ -227,9 +227,9 @@ def test_an_unload_tells_what_it_waits_for_and_what_it_stores(several: Server, f
     for _ in stream:
         pass
     row = eventually(lambda: "stored_bytes" in (row := rows(several)["a"]["unloading"]) and row)
-    assert re.fullmatch(r"storing what is cached: 0 B of \S+ [KM]iB", row["doing"])
+    assert re.fullmatch(r"storing the cache: 0 B of \S+ [KM]iB", row["doing"])
     assert row["stored_bytes"] == 0 < row["store_bytes"]
-    assert re.search(r"\na: unloading for \S+ s: storing what is cached: 0 B of ", ps(several))
+    assert re.search(r"\na: unloading for \S+ s: storing the cache: 0 B of ", ps(several))
     (folder / "store.wait").unlink()
     unloading.join()
     assert done[0].returncode == 0 and done[0].stdout.startswith("a is unloaded; "), done[0]
@@ -300,10 +300,10 @@ def test_what_is_wrong_is_one_line(
         (["ps", "--url", "localhost:8000"], "--url is 'localhost:8000'; it must have the form http://127.0.0.1:8000"),
         (["ps", "--url", server.url], "it requires an API key; set it with --api-key or ONEKV_API_KEY"),
         (["ps", "--url", server.url, "--api-key", wrong], "it requires a different API key; set it with"),
-        (["ps", "--url", server.url, "--api-key", server.keys[1]], "this is for the first of the server's API keys"),
+        (["ps", "--url", server.url, "--api-key", server.keys[1]], "this requires the server's first API key"),
         (["load", "aa", "--url", several.url], f"the server on {several.url} has no model 'aa'; available: a, b, c"),
         (["unload", "smollm2-134m", "--url", server.url], "did you mean smollm2-135m?"),
-        (["load", "default", "--url", server.url], "this server has one model, from its start to its end"),
+        (["load", "default", "--url", server.url], "this server has a single model that stays loaded"),
     ):
         if "smollm2-134m" in words or "default" in words:
             words += ["--api-key", server.keys[0]]

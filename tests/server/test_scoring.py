@@ -83,7 +83,7 @@ def test_scoring_leaves_nothing_behind(client: openai.OpenAI, server: Any) -> No
 
 
 def test_a_model_without_tokens_for_it_refuses_a_suffix(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=r"suffix: .* has no tokens for the text between"):
+    with pytest.raises(openai.BadRequestError, match=r"suffix: .* has no tokens for filling in the middle"):
         client.completions.create(model="default", prompt="def f(", suffix="return x", max_tokens=4)
 
 

@@ -125,7 +125,7 @@ def test_a_model_call_that_hangs(tiny: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "said"),
-    [(HANGS, HUNG), (HANGS.replace("threading.Event().wait()", "raise SystemExit"), "the engine cannot go on")],
+    [(HANGS, HUNG), (HANGS.replace("threading.Event().wait()", "raise SystemExit"), "the engine cannot continue")],
     ids=["stuck", "ended"],
 )
 def test_exit_when_stuck(tiny: str, tmp_path: Path, program: str, said: str) -> None:

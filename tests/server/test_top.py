@@ -86,7 +86,7 @@ def test_memory_reuse_tiers_and_models_fit_into_a_small_terminal(two: Server) ->
         assert [name.split(" █")[0].split(" ▏")[0][:9].strip() for name in names] == [
             *("memory", "weights", "KV in use", "KV cached", "KV free", "process")
         ]
-        assert "of the budget of 1.17 GiB" in text(app, "memory")
+        assert "of the 1.17 GiB budget" in text(app, "memory")
         assert "hits 1 (" in text(app, "reuse") and "disk" in text(app, "tiers")
         assert [row[:3] for row in table(app, "models")] == [[RED, "loaded", "lru"], [BLUE, "loaded", "lru"]]
         assert "2 of 2 models loaded" in text(app, "status")
@@ -191,7 +191,7 @@ def test_it_connects_again_when_the_server_restarts(tiny: str) -> None:
         await pilot.press("u")
         assert not isinstance(app.screen, Question), "a single model is not unloaded"
         await asyncio.to_thread(stop_server, servers[0])
-        await until(pilot, lambda: text(app, "status").startswith("not connected, trying again: "))
+        await until(pilot, lambda: text(app, "status").startswith("not connected, retrying: "))
         servers.append(await asyncio.to_thread(start_server, *flags))
         await until(pilot, lambda: app.reason is None)
         await until(pilot, lambda: any(said.startswith("connected again after ") for said in notices(app)))

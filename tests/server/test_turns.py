@@ -97,7 +97,7 @@ def test_a_disk_that_refuses_is_a_warning(tmp_path, caplog):
     turns = Turns(1 << 20, TurnsFile(tmp_path / "nowhere" / "turns"))
     remember(turns, range(3))
     assert known(turns, 3) == [0, 1, 2]
-    assert caplog.text.count("not kept over a restart") == 1
+    assert caplog.text.count("not kept across restarts") == 1
 
 
 # Real conversations: a hot model, whose tokens are often not those that its text would become.

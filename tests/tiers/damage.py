@@ -152,7 +152,7 @@ def make_round(root: Path, choose: random.Random, counts: Counter[tuple[str, str
     use(tier, choose, threads)
     stats = tier.stats()
     if stats.failed is not None:
-        happened = "out of use" if emptied == 0 else "emptied, out of use"
+        happened = "disabled" if emptied == 0 else "emptied, disabled"
     elif stats.corrupt > emptied:
         happened = f"{happened}, blocks lost" if emptied else "blocks lost"
     tier.close()

@@ -83,7 +83,7 @@ def make_round(
     stats = engine.prefix.tiers[0].stats()
     engine.close()
     disk.look()
-    happened = "out of use" if stats.failed else "blocks lost, or emptied" if stats.corrupt else "as if nothing was"
+    happened = "disabled" if stats.failed else "blocks lost, or emptied" if stats.corrupt else "as if nothing was"
     for kind in kinds:
         counts[f"{kind}, {'in use' if in_use else 'closed'}", happened] += 1
     assert disk.most <= LIMIT, f"{disk.most} bytes of {LIMIT} in the folder; {kinds}, {happened}"

@@ -190,7 +190,7 @@ def test_garbage_in_place_of_the_index_while_it_is_used(root, caplog, replace):
     if stats.failed is not None:
         assert tier.find([where.key for where in nodes]) == {} and not offer(tier, nodes[0])
         assert fetch_one(tier, nodes[0]) is None
-        assert len([line for line in warnings(caplog) if "out of use" in line]) == 1
+        assert len([line for line in warnings(caplog) if "is disabled" in line]) == 1
     tier.close()
     tier = open_tier(root)
     tier.close()
@@ -214,7 +214,7 @@ def test_the_folder_removed_while_it_is_used(root, caplog):
     assert stats.failed is not None and "gone" in stats.failed
     assert tier.find([where.key for where in nodes]) == {} and not offer(tier, nodes[0])
     assert stats.discarded == 10 and stats.corrupt == 1
-    assert len(warnings(caplog)) == 1 and "out of use" in warnings(caplog)[0]
+    assert len(warnings(caplog)) == 1 and "is disabled" in warnings(caplog)[0]
     tier.close()
     assert not root.exists()
 

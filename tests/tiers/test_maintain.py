@@ -135,7 +135,7 @@ def test_clear_removes_everything_but_what_is_not_ours(root):
 def test_a_folder_of_someone_else_is_left_alone(tmp_path):
     (tmp_path / "photo.jpg").write_text("a photo")
     for use in (models, verify, clear):
-        with pytest.raises(SettingError, match="not a disk cache"):
+        with pytest.raises(SettingError, match="is not a OneKV disk cache"):
             use(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["photo.jpg"]
 

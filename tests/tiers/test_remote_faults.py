@@ -67,7 +67,7 @@ def recovers(llm: LLM, prompt: list[int], right: LLM) -> None:
 
 
 def state_lines(caplog) -> list[str]:
-    words = ("is paused", "in use again", "refuses", "takes what is written")
+    words = ("is paused", "in use again", "rejects writes", "accepts writes")
     return [record.getMessage() for record in caplog.records if any(word in record.getMessage() for word in words)]
 
 
@@ -133,7 +133,7 @@ def test_a_store_that_is_full_is_still_read(tmp_path, right, caplog):
         assert ask(llm, [*prompt, 1, 2])[1] == 144
         assert ask(llm, prompt_of(2))[0] == ask(right, prompt_of(2))[0]
         flush(llm)
-        assert "not written to" in str(remote(llm).failed) and remote(llm).discarded
+        assert "rejects writes" in str(remote(llm).failed) and remote(llm).discarded
         assert len(state_lines(caplog)) == 1
         server.client().config_set("maxmemory", 0)
 

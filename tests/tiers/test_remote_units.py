@@ -41,10 +41,10 @@ def test_what_urls_mean():
         ("/shared/folder", "begins with '/shared/folder'"),
         ("valkey:///0", "without a host"),
         ("valkey://cache/db", "the number of a database"),
-        ("valkey://cache:99999", "is no URL"),
+        ("valkey://cache:99999", "is not a URL"),
         ("valkey://cache?ttl=week", "ttl='week'; write a time like 7d"),
         ("valkey://cache?ttl=0s", "ttl='0s'"),
-        ("valkey://cache/1?cluster=on", "database 0 alone"),
+        ("valkey://cache/1?cluster=on", "only has database 0"),
         ("s3://bucket?ttl=7d", "lifecycle rules"),
         ("s3://bucket?cluster=on", "takes timeout"),
         ("file://folder", "file:///shared/folder"),
@@ -65,7 +65,7 @@ def test_a_store_elsewhere_needs_a_secret(tmp_path):
     for url in ("valkey://127.0.0.1", "redis://[::1]:7000", "valkey://localhost", "file:///shared"):
         assert secret(url) is None
     for url in ("valkey://10.0.0.1", "rediss://cache.local", "s3://bucket"):
-        with pytest.raises(SettingError, match="give all servers the same --tier-secret, or --tier-secret none"):
+        with pytest.raises(SettingError, match="set the same --tier-secret on all servers, or --tier-secret none"):
             secret(url)
         assert secret(url, "none") is None
         assert secret(url, "sixteen letters!") == "sixteen letters!"
@@ -76,7 +76,7 @@ def test_a_store_elsewhere_needs_a_secret(tmp_path):
     with pytest.raises(SettingError, match="cannot be read"):
         secret("s3://bucket", f"@{tmp_path}/nothing")
     assert "sixteen" not in repr(Settings(remote_tier="s3://bucket", tier_secret="sixteen letters!"))
-    with pytest.raises(SettingError, match="--prefix-cache is off and there is a --remote-tier"):
+    with pytest.raises(SettingError, match="--prefix-cache is off, but --remote-tier is set"):
         Settings(remote_tier="s3://bucket", prefix_cache=False)
 
 
@@ -112,7 +112,7 @@ def test_a_seal_tells_damage_forgery_and_content_of_another_place():
     elsewhere, right = sealed(sealer, 2)
     assert sealer.problem(elsewhere, memoryview(right), kind, address(2)) is None
     assert sealer.problem(name, memoryview(right), kind, where) == FORGED
-    assert sealer.problem(elsewhere, memoryview(right), kind, where) == "it is another block"
+    assert sealer.problem(elsewhere, memoryview(right), kind, where) == "it is a different block"
     # Who has another secret does not even look at these names.
     assert sealer.name(where.key, 0) != other.name(where.key, 0)
 

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError(f"--out is {arguments.out!r}, which cannot be made: {error.strerror}") from error
+        raise SettingError(f"--out is {arguments.out!r}, which cannot be created: {error.strerror}") from error
     others = [running(text) for text in arguments.also or ()]
     sizes = Sizes(arguments.context, turns=arguments.turns, clients=arguments.clients)
     names = arguments.scenario or list(SCENARIOS)

@@ -2,13 +2,13 @@
 
 Four small models with random weights: `a` is pinned, of `b` and `c` one fits beside it, `d` can never be loaded.
 Clients hold conversations with all of them, in random order, whose prompts grow from turn to turn; some close the
-connection in the midst of an answer. The server runs in this process, so that its memory can be looked at every 10 ms.
+connection in the middle of an answer. The server runs in this process, so that its memory can be looked at every 10 ms.
 An error of the run is
 
     an answer that was cut off, or other tokens than the model gives when it is alone
     a request for `d` that is not refused with its numbers
     more bytes counted, or more of MLX's memory in use, than --memory
-    a conversation that goes on after its model was unloaded and loaded again, with less than 95 % of its tokens cached
+    a conversation that continues after its model was unloaded and reloaded, with less than 95 % of its tokens cached
     after the last model was unloaded: memory of MLX that is still in use, or a footprint of the process that is more
     than 5 % larger than it was before the first load
 
@@ -255,7 +255,7 @@ class _Script:
         self._url, self._models, self._report = url, models, report
         self._random = random.Random(seed)
         self._left = report.requests
-        # Those that nobody is in the midst of.
+        # Those that nobody is in the middle of.
         self._idle = [self._conversation(name) for name in NAMES for _ in range(CONVERSATIONS)]
         # What was answered in which turn of which conversation: its model and seed.
         self._texts: dict[tuple[str, int, int], set[str]] = {}

@@ -116,7 +116,7 @@ def measure(
 
     prefill: list[list[float]] = [[], []]
     decode: list[list[float]] = [[], []]
-    # The last prefill's iterators go on to decode; the others are dropped. The first round warms up.
+    # The last prefill's iterators continue to decode; the others are dropped. The first round warms up.
     repeats = 3 if batch * context <= 8192 else 2
     for repeat in range(repeats):
         running = []

@@ -1,4 +1,4 @@
-"""What the disk cache is worth: a conversation that goes on after a restart, and its speed beside plain files.
+"""What the disk cache is worth: a conversation that continues after a restart, and its speed beside plain files.
 
 Three processes, one after the other, each with the model loaded anew and the same temporary folder:
 
@@ -14,7 +14,7 @@ Three processes, one after the other, each with the model loaded anew and the sa
     third    peak: what promoting adds to memory beyond the pool. `counted` is MLX's peak and Python's (tracemalloc),
              exact; `resident` is what the kernel says of the process (Linux)
 
-Sides are interleaved, figures are medians, and the first round warms up, but for `first_after_restart`.
+Sides are interleaved, figures are medians, and the first round warms up, except for `first_after_restart`.
 """
 
 import argparse
@@ -355,7 +355,7 @@ def _generate(engine: Engine, prompt: list[int], count: int) -> Request:
 
 
 def _reset_resident() -> None:
-    """From now on the peak is counted anew."""
+    """From now on the peak is counted afresh."""
     if sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -140,12 +140,12 @@ async def _measure(server: ServerProcess, tokens: int, after: float, watched: bo
             long = asyncio.create_task(chat(client, server, asked(tokens), GENERATED))
             await asyncio.sleep(after)
             if long.done():
-                raise OneKVError(f"the long prompt was answered within {after} s: give more --tokens or less --after")
+                raise OneKVError(f"the long prompt was answered within {after} s: raise --tokens or lower --after")
             sent = time.perf_counter()
             short = await chat(client, server, asked(SHORT), GENERATED)
         answer = await long
     if answer.first < after:
-        raise OneKVError(f"the long prompt was stored within {after} s: give more --tokens or less --after")
+        raise OneKVError(f"the long prompt was stored within {after} s: raise --tokens or lower --after")
     return Met(
         alone.first,
         alone.total,

@@ -162,11 +162,11 @@ def _call(kind: str, path: str, body: dict[str, Any], patience: float | None, ke
     def check(reply: Reply) -> str | None:
         answers = body.get("n", 1)
         if reply.error is not None:
-            return f"it failed in the midst of the answer: {reply.error}"
+            return f"it failed in the middle of the answer: {reply.error}"
         if set(reply.reasons) != set(range(answers)):
-            return f"{answers} answers were asked for, but {len(reply.reasons)} ended"
+            return f"{answers} answers were requested, but {len(reply.reasons)} ended"
         if not reply.reasons.keys() >= reply.texts.keys():
-            return "there is text of an answer that was not asked for"
+            return "there is text of an answer that was not requested"
         if not 1 <= reply.generated <= answers * body["max_tokens"]:
             return f"{reply.generated} tokens for {answers} answers of {body['max_tokens']} tokens at most"
         if body.get("logprobs") and reply.logprobs == 0 and any(reply.texts.values()):
@@ -178,7 +178,7 @@ def _call(kind: str, path: str, body: dict[str, Any], patience: float | None, ke
             try:
                 json.loads(reply.texts.get(0, ""))
             except ValueError:
-                return f"the answer is no JSON: {reply.texts}"
+                return f"the answer is not JSON: {reply.texts}"
         return None
 
     return Call(kind, path, json.dumps(body).encode(), key=key, patience=patience, check=check)

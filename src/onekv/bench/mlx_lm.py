@@ -99,7 +99,7 @@ def _prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 def _filled(model: Any, tokens: int) -> list[Any]:
-    """Caches of `model` that hold so many tokens, whatever they are: nothing is computed."""
+    """Caches of `model` that hold this many tokens, whatever they are: nothing is computed."""
     made: list[Any] = caches.make_prompt_cache(model)
     for cache in made:
         shape = (1, HEADS, tokens, DIM)
@@ -130,7 +130,7 @@ def fetch_and_step(model: Any, tokens: int) -> int:
 
 
 def fetch_longer_and_step(model: Any, tokens: int) -> int:
-    """The entry goes on otherwise than the prompt after its first tokens."""
+    """The entry diverges from the prompt after its first tokens."""
     index = caches.LRUPromptCache()
     index.insert_cache("model", _prompt(tokens - 100), _filled(model, tokens - 100))
 

@@ -62,7 +62,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Result:
-    """One format; `answers` is the mean log probability of an answer, if any were asked for."""
+    """One format; `answers` is the mean log probability of an answer, if any were requested."""
 
     format: str
     token_bytes: int
@@ -183,7 +183,7 @@ def needles(engine: Engine, tokenizer: Any, tokens: list[int], context: int) -> 
 
 
 def haystack(tokenizer: Any, tokens: list[int], context: int) -> list[int]:
-    """The first tokens of the text with the sentences at equal distances in it, `context` tokens in all."""
+    """The first tokens of the text with the sentences at equal distances in it, `context` tokens in total."""
     facts = [
         tokenizer.encode(FACT.format(place, number), add_special_tokens=False)
         for place, number in zip(PLACES, NUMBERS, strict=True)

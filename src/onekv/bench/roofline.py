@@ -14,7 +14,7 @@ from ..memory.plan.workspace import weight_bytes
 
 
 def bandwidth(most: int = 2**62) -> float:
-    """Bytes per second that this machine reads: the best of several tries, with at most so many bytes of memory."""
+    """Bytes per second that this machine reads: the best of several tries, with at most this many bytes of memory."""
     return _gpu_bandwidth(most) if mx.default_device() == mx.gpu else _cpu_bandwidth(most)
 
 
@@ -43,7 +43,7 @@ def _cpu_bandwidth(most: int) -> float:
 
 
 def step_bytes(model: Module, token_bytes: int, tokens: int) -> int:
-    """What a decode step must read: the weights, and the KV of so many tokens. All experts of a mixture count."""
+    """What a decode step must read: the weights, and the KV of this many tokens. All experts of a mixture count."""
     tables = [module for module in model.modules() if isinstance(module, Embedding | QuantizedEmbedding)]
     # One that is also the output layer is read; of another only a few rows are.
     tied = getattr(getattr(model, "args", None), "tie_word_embeddings", False)

@@ -3,7 +3,7 @@
 The server has a pool for about 2,000 tokens in blocks of 16, 8 sequences at a time and a short queue, so that blocks
 are evicted, requests wait, and now and then one is told to come back later. The clients send a seeded mixture of chat,
 completions and messages with shared prefixes, streamed or not, some with logprobs, stop strings, two answers or a JSON
-schema. About 10 % close the connection in the midst of it and about 5 % send something that must be refused. Every
+schema. About 10 % close the connection in the middle of it and about 5 % send something that must be refused. Every
 request has the outcome it must have; anything else is an error of the run, and so is any of these:
 
     while it runs    a block that is lost or counted twice, more bytes in the pool than --kv-memory
@@ -257,7 +257,7 @@ class _Soak:
         deadline = time.monotonic() + SETTLE_S
         while any((await self._check())["requests"].values()):
             if time.monotonic() > deadline:
-                self._report.wrong.append(f"requests were still there {SETTLE_S:.0f} s after the last client went")
+                self._report.wrong.append(f"requests were still there {SETTLE_S:.0f} s after the last client left")
                 break
             await asyncio.sleep(1)
         server = self._server

@@ -115,7 +115,7 @@ def decided(model: Module) -> Module:
     """The model, as sure of its next token as a trained one."""
     head, embedding = getattr(model, "lm_head", None), model.model.embed_tokens
     if head is None or not all(mx.issubdtype(part.weight.dtype, mx.floating) for part in (head, embedding)):
-        raise SettingError("--oracle needs a model with an output of its own and weights that are not quantized: 8b")
+        raise SettingError("--oracle needs a model with its own output layer and weights that are not quantized: 8b")
     weight = embedding.weight.astype(mx.float32)
     # Each row of length 1, then as long as the hidden state is after a norm.
     rows = weight / mx.sqrt(mx.square(weight).sum(axis=-1, keepdims=True))
@@ -134,7 +134,7 @@ def measure(
     plain = _engine(model, batch, context + tokens, "off", 1)
     engine = _engine(model, batch, context + tokens, "auto", max(count for _, count in cases))
     if engine.speculation is None:
-        raise SettingError(f"this model cannot be speculated on: {engine.runner.several.why_not}")
+        raise SettingError(f"this model does not support speculation: {engine.runner.several.why_not}")
     vocabulary = plain.plan.layout.vocabulary
     oracle = Oracle(vocabulary)
     prompts = np.random.default_rng(context).integers(0, vocabulary, (batch, context)).tolist()

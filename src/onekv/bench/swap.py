@@ -107,5 +107,5 @@ def _fresh(model: str) -> float:
     command = [sys.executable, "-c", FRESH, model, KV_MEMORY, PROMPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     if done.returncode != 0:
-        raise OneKVError(f"loading {model} in a process of its own failed:\n{done.stderr[-2000:]}")
+        raise OneKVError(f"loading {model} in its own process failed:\n{done.stderr[-2000:]}")
     return float(done.stdout.split("seconds")[1])

@@ -61,7 +61,7 @@ class Asking:
     def events(self, path: str, timeout: float) -> Generator[Any, None, None]:
         """The data of server-sent events, read as JSON, until the server ends the stream.
 
-        Raises the same, at any time; NoServerError also where nothing at all comes for `timeout` seconds.
+        Raises the same, at any time; NoServerError even where nothing at all comes for `timeout` seconds.
         """
         with self._opened(path, "GET", timeout) as answer:
             if answer.headers.get_content_type() != "text/event-stream":
@@ -96,7 +96,7 @@ class Asking:
             ) from None
 
     def json(self, path: str, method: str = "GET", timeout: float | None = TIMEOUT) -> Any:
-        """The same, read. Raises SettingError also where what answers is none of ours."""
+        """The same, read. Raises SettingError even where what answers is none of ours."""
         try:
             return json.loads(self.read(path, method, timeout))
         except ValueError:
@@ -106,7 +106,7 @@ class Asking:
         return SettingError(f"the server on {self.url} is not a OneKV server; {self.elsewhere}")
 
     def _cut(self) -> NoServerError:
-        return NoServerError(f"the server on {self.url} went away in the midst of its answer")
+        return NoServerError(f"the server on {self.url} closed the connection in the middle of its answer")
 
     def _refusal(self, error: urllib.error.HTTPError) -> str:
         said = _message(error.read())

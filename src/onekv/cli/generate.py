@@ -26,7 +26,7 @@ def define(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     sampling = options.sampling(arguments)
     if arguments.prompt == "-" and launched_rank() is not None:
-        raise PromptError("the prompt is -, but mlx.launch does not pass on the end of its input; give the text itself")
+        raise PromptError("the prompt is -, but mlx.launch does not forward the end of its input; pass the text itself")
     prompt = _read_stdin() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise PromptError("the prompt is empty; it must have at least one token")

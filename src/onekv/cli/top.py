@@ -11,8 +11,8 @@ EXAMPLES = """onekv top
   onekv top --url http://studio.local:8000 --api-key KEY
 
 keys:
-  q quits, p pauses, arrows or j and k move in a table, tab changes to the other one
-  u unloads and l loads the model that is selected, where there are several; both ask first"""
+  q quits, p pauses, arrows or j and k move in a table, tab switches to the other one
+  u unloads and l loads the selected model, if there are several; both ask first"""
 
 
 def define(command: argparse.ArgumentParser) -> None:

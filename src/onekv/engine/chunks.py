@@ -1,16 +1,16 @@
 """Which chunks of prompts are stored in one pass.
 
-The prompt that is next gets its chunk. Where that is small, a GPU would be idle for the most part, so chunks of others
-join it, in their order: each as it would be by itself, none cut, so that nobody needs more passes for it. Rows of a
-pass are padded to the longest:
+The next prompt gets its chunk. If that is small, a GPU would be mostly idle, so chunks of other prompts join it, in
+order: each as large as it would be alone, none split, so that no prompt needs more passes. Rows of a pass are padded to
+the longest:
 
     |<-- width -->|
     | a a a a a . |      rows x width       within the workspace of one chunk (`fits_pass`)
     | b b b b b b |      padding (.)        at most a quarter of it
     | c c c c . . |
 
-Prompts whose log probabilities are asked for are alone in their pass. Who waits for what another stores
-(`Request.leader`) is not among them: it has not been admitted.
+Prompts whose log probabilities are requested are alone in their pass. Requests that wait for what another one stores
+(`Request.leader`) do not take part: they have not been admitted.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from .runner import Runner
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of a prompt to store; none where all but its last token are."""
+    """The next tokens of a prompt to store; none if all but its last token are stored."""
 
     request: Request
     lease: Lease
@@ -40,7 +40,7 @@ class Chunk:
 
     @property
     def last(self) -> bool:
-        """Whether the prompt is stored then, all but its last token."""
+        """Whether this completes the prompt, except for its last token."""
         return self.end == len(self.request.prompt) - 1
 
 
@@ -64,14 +64,14 @@ def pass_of(requests: Sequence[Request], plan: Plan, stop_tokens: set[int]) -> l
             continue
         other = next_chunk(request, plan, stop_tokens)
         rows = [chunk for chunk in (*joined, other) if chunk.tokens]
-        # Who has nothing to store needs no row.
+        # A request with nothing to store needs no row.
         if not other.tokens or _modest(rows, plan):
             joined.append(other)
     return joined
 
 
 def store(runner: Runner, rows: list[Chunk], now: Callable[[], float], computed: Callable[[int, float], None]) -> None:
-    """Compute and store chunks that have tokens, in one pass; tells `computed` how many they are, and in which time."""
+    """Compute and store chunks that have tokens, in one pass; reports their number and the time taken to `computed`."""
     request, sequence = rows[0].request, rows[0].lease.sequence
     if not request.scored:
         begin = now()

@@ -3,7 +3,7 @@ tokens' distributions, in nats.
 
 At load, the beginning of the calibration text is read twice, side by side: with the engine's own memory, and with
 mlx-lm's caches. Some small models fail outright with 4-bit keys; most lose little. Centres of keys come from the same
-text, and it is short: other texts may cost more, so this tells models that fail, and is no measure of quality.
+text, and it is short: other texts may lose more. So this detects models that fail; it does not measure quality.
 
 It stays within the workspace of the plan: logits of a few tokens at a time, and plain KV of `LENGTH` tokens.
 """
@@ -46,7 +46,7 @@ def measure(engine: Engine, tokens: Sequence[int]) -> float:
 
 
 def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int]) -> str | None:
-    """Measures and notes the divergence (`Stats.divergence`); what to tell of it, if it is beyond the bound."""
+    """Measures and records the divergence (`Stats.divergence`); returns a warning if it exceeds the bound."""
     engine.divergence = found = measure(engine, tokens)
     # What was computed is not needed again.
     mx.clear_cache()
@@ -55,8 +55,8 @@ def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int]) -> str | N
         return None
     better = _fitting(engine.plan.layout, kv_format)
     return (
-        f"--kv-format {kv_format} suits this model badly: on a short text, its predictions diverge from those with "
-        f"plain KV by {found:.2g} nats per token, more than {BOUND:g}; the next larger format is {better}"
+        f"--kv-format {kv_format} is a poor fit for this model: on a short text, its predictions diverge from those "
+        f"with plain KV by {found:.2g} nats per token, more than {BOUND:g}; the next larger format is {better}"
     )
 
 

@@ -2,9 +2,9 @@
 
     loading -> idle -> order | step -> idle ... -> closing -> ended
 
-The engine's thread puts a new record in the place of the old one (`EngineThread.doing`) whenever it begins something
-else. Orders and steps are over soon: one that takes longer than a limit is stuck. Loading a model or writing the cache
-at the end take as long as they take, and so does compiling, which is part of the first steps on CPU and does not count.
+The engine's thread replaces the record (`EngineThread.doing`) whenever it begins something else. Orders and steps are
+short: one that takes longer than a limit is stuck. Loading a model and writing the cache at the end may take any time,
+and so may compiling, which is part of the first steps on CPU and does not count.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ What = Literal["loading", "idle", "order", "step", "closing", "ended"]
 
 _WORDS: dict[str, str] = {
     "loading": "loading the model",
-    "order": "carrying out an order between two steps",
-    "step": "making a step",
-    "closing": "storing what is cached",
+    "order": "executing a command between two steps",
+    "step": "running a step",
+    "closing": "storing the cache",
 }
 # What a step does for a request, by the state that the request is in.
 _STEPS: dict[RequestState, str] = {
     "waiting": "admitting",
-    "looking": "looking for what is cached",
+    "looking": "looking up the cache",
     "loading": "reading from the disk cache",
     "prefilling": "prefilling",
     "running": "decoding",
@@ -37,10 +37,10 @@ class Doing:
     what: What
     # By the clock of the engine's thread, in seconds.
     since: float
-    # Of a step: the state of the requests that it is for at the moment, and how many they are.
+    # For a step: the state of the requests that it currently works for, and their number.
     state: RequestState | None = None
     requests: int = 0
-    # Of closing: bytes that were handed to the disk cache, and in all.
+    # For closing: bytes handed to the disk cache so far, and in total.
     stored: tuple[int, int] | None = None
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Doing:
         return f"{_STEPS.get(self.state, _WORDS['step'])} for {counted}"
 
     def age(self, now: float) -> float:
-        """For how many seconds it has gone on, without the time until the last loop was compiled."""
+        """How many seconds it has taken so far, not counting the time until the last loop was compiled."""
         return max(0.0, now - max(self.since, loops.compiled.at))
 
     def stuck(self, now: float, limit: float) -> bool:
-        """Whether it should have been over, which takes at most `limit` seconds."""
+        """Whether it is something that takes at most `limit` seconds, and has taken longer."""
         return self.what in ("order", "step") and self.age(now) > limit

@@ -2,23 +2,23 @@
 
 Each `step` stores at most one chunk of one prompt, or small chunks of several in one pass (chunks.py), then decodes one
 token of every running request, or several that were guessed. So decoding never waits for more than one chunk, and
-prompts get a chunk after every `decode_steps` tokens; whose it is, and that none starves, scheduler.py says. Requests
-are admitted first come, first served, when their worst case (prompt and max_tokens, less what is cached) fits, also
-while others prefill. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so
-logits are only computed for tokens that are sampled from, and for prompts whose own log probabilities are asked for
+prompts get a chunk after every `decode_steps` tokens; scheduler.py decides whose, and that none starves. Requests are
+admitted first come, first served, once their worst case (prompt and max_tokens, less what is cached) fits, even while
+others prefill. All tokens of a prompt but the last are prefilled; the last one is the first input of decoding, so
+logits are only computed for tokens that are sampled from, and for prompts whose own log probabilities are requested
 (`Request.scored`).
 
     Scheduler (scheduler.py)    whose turn it is: requests and their states
     PrefixCache (../prefix)     what a request can start from; the lease that holds its memory
     Runner (runner.py)          steps on the device
-    Speculation (speculation/)  what may come next, so that a step gives several tokens; not there if that is off
+    Speculation (speculation/)  what may come next, so that a step yields several tokens; None if that is off
 
-While one request is loading the next are admitted and computed, and tiers fetch ahead; blocks are read into the pool
-between steps, for about `LOAD_SECONDS` at a time. What tiers want copies of (`PrefixCache.share`) they get then, too.
+While one request is loading, the next ones are admitted and computed, and tiers prefetch; blocks are read into the pool
+between steps, for about `LOAD_SECONDS` at a time, as are copies that tiers want (`PrefixCache.share`).
 
-Whatever a step does, it does on behalf of some requests (`_on_behalf_of`). If that raises, those requests end with an
-error, what they computed is forgotten, and the step goes on with the others. `step` itself raises only if that is not
-possible: then the engine must not be used any more.
+Everything a step does is on behalf of some requests (`_on_behalf_of`). If it raises, those requests end with an error,
+what they computed is dropped, and the step continues with the others. `step` itself raises only if that is not
+possible: then the engine must no longer be used.
 """
 
 import logging
@@ -49,9 +49,9 @@ from .speculation.verify import Row
 
 log = logging.getLogger("onekv.engine")
 
-# How long a step reads blocks from colder tiers into the pool, some at least; and copies blocks to them, one at least.
+# How long a step reads blocks from colder tiers into the pool, at least a few; and copies to them, at least one.
 LOAD_SECONDS, SHARE_SECONDS = 0.1, 0.001
-# How long a step waits for a tier to say what it has, where there is nothing else to do.
+# How long a step waits for a tier's lookup if there is nothing else to do.
 LOOK_SECONDS = 0.02
 
 
@@ -71,8 +71,8 @@ class Engine:
     ) -> None:
         """Allocates the pool of `plan`; a request ends at any of `stop_tokens`.
 
-        The engine closes `tiers`; `report` then hears of bytes stored and in all. `now` tells the time in seconds.
-        `make_memory` gets what `KVMemory` does. Without a `proposer` the settings say what is speculated on.
+        The engine closes `tiers`, reporting bytes stored so far and in total to `report`. `now` is the clock, in
+        seconds. `make_memory` takes the arguments of `KVMemory`. Without a `proposer`, the settings choose one.
         """
         settings = settings or Settings()
         self.plan, self.stop_tokens, self.now = plan, stop_tokens, now
@@ -85,13 +85,13 @@ class Engine:
         )
         self.scheduler = Scheduler(plan.max_batch, settings.decode_steps, settings.prefix_cache)
         self.runner = make_runner(model, self.memory, plan.max_batch)
-        # Not there if it is off, or if the model cannot; then why.
+        # None if it is off or the model does not support it; then the reason.
         self.speculation, self.unspeculated = make_speculation(settings, plan, self.runner, self.prefix, proposer)
         self.divergence: float | None = None  # From plain KV, in nats, if it was measured (`divergence.check`).
         self.stored: tuple[int, int] | None = None  # What `report` heard last; any thread may read it.
-        # The state of those for whom something is done at the moment, and how many they are; any thread may read it.
+        # The state of the requests being worked for, and their number; any thread may read it.
         self.at_work: tuple[RequestState, int] = ("waiting", 0)
-        # Who got a token or ended in this step, in that order.
+        # Requests that got a token or ended in this step, in that order.
         self._changed: dict[Request, None] = {}
 
     @property
@@ -138,12 +138,12 @@ class Engine:
 
     @contextmanager
     def _on_behalf_of(self, requests: Sequence[Request]) -> Iterator[None]:
-        """If what is done inside raises, `requests` end with an error, and nobody else does."""
+        """If the body raises, `requests` end with an error, and no others."""
         self.at_work = (requests[0].state if requests else "waiting", len(requests))
         try:
             yield
         except Exception as error:
-            log.exception("a step failed; the requests it was for (%d) end with an error", len(requests))
+            log.exception("a step failed; its requests (%d) end with an error", len(requests))
             for request in list(requests):
                 if not request.finished:
                     request.error = RequestFailedError.internal(error)
@@ -151,21 +151,21 @@ class Engine:
             self.runner.settle()
 
     def end(self, request: Request, reason: FinishReason, error: OneKVError | None = None) -> None:
-        """End one request now, for `reason`; all it holds is released."""
+        """End one request now, for `reason`; everything it holds is released."""
         if not request.finished:
             request.error = error
             self._finish(request, reason)
             self.runner.settle()
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """End those of `requests` that have not ended, and release all they hold."""
+        """End those of `requests` that have not ended, and release everything they hold."""
         for request in requests:
             if not request.finished:
                 self._finish(request, "cancelled")
         self.runner.settle()
 
     def close(self) -> None:
-        """End all requests; what is cached goes to the colder tiers, if there are any, and is forgotten here."""
+        """End all requests; the cache is written to the colder tiers, if there are any, and dropped here."""
         self.cancel(list(self.scheduler))
         try:
             for stored in self.prefix.store_all():
@@ -178,7 +178,7 @@ class Engine:
     # Until it runs
 
     def _admit(self, request: Request) -> None:
-        """Start with a request, if its worst case fits now."""
+        """Start a request, if its worst case fits now."""
         scheduler = self.scheduler
         wait = 0.0 if scheduler.in_work else LOOK_SECONDS
         try:
@@ -192,7 +192,7 @@ class Engine:
             return
         except OutOfBlocks:
             scheduler.refused(request)
-            # Others hold the blocks and will give them back; alone it fits, unless the rest is pinned.
+            # Others hold the blocks and will release them; alone it fits, unless the rest is pinned.
             if self.prefix.enabled and not scheduler.in_work:
                 request.error = self.prefix.refusal()
                 self._finish(request, "error")
@@ -204,12 +204,12 @@ class Engine:
             self._begin(request, lease)
 
     def _begin(self, request: Request, lease: Lease) -> None:
-        """All that is cached of its prompt is in the pool: the rest can be computed."""
+        """Everything cached of its prompt is in the pool: the rest can be computed."""
         request.cached_tokens, request.branch, request.missed = lease.sequence.length, lease.branch, lease.missed
         self.scheduler.move(request, "prefilling")
 
     def _load(self) -> None:
-        """Read what has come from colder tiers into the pool."""
+        """Read what has arrived from colder tiers into the pool."""
         if not self.prefix.loadable(0.0 if self.scheduler.computing else LOOK_SECONDS):
             return
         self._land()
@@ -237,7 +237,7 @@ class Engine:
                     self._stored(chunk)
 
     def _stored(self, chunk: Chunk) -> None:
-        """What a chunk filled can be found by others, and its request may run."""
+        """Publish the blocks that a chunk filled; its request may now be running."""
         if chunk.tokens:
             chunk.lease.publish(chunk.request.prompt)
         if chunk.stop:
@@ -270,17 +270,17 @@ class Engine:
             self.speculation.plain(decoded, self.now() - begin)
 
     def _propose(self, speculation: Speculation) -> Proposals | None:
-        """What to verify for those that run; None: nothing."""
+        """What to verify for the running requests; None: nothing."""
         running = self.scheduler.running
         if self.runner.flight is not None:
-            # Its tokens are not known yet: is there something to propose behind those before?
+            # The tokens of the step in flight are not known yet: is there a proposal after those before it?
             if speculation.propose(running) is None:
                 return None
             self._land()
         return speculation.propose(running) if running else None
 
     def _verify(self, speculation: Speculation, running: list[Request], proposed: Proposals, begin: float) -> None:
-        """A step of the last token of each request and of what may follow it."""
+        """A step with the last token of each request and the proposals that follow it."""
         wanted = dict(zip(running, zip(*proposed, strict=True), strict=True))
         for request, (tokens, drafts) in wanted.items():
             assert request.lease is not None
@@ -298,12 +298,12 @@ class Engine:
                 speculation.verified(requests, proposals, drafted, verification.accepted, self.now() - begin)
 
     def _continues(self, requests: list[Request]) -> bool:
-        """Whether all rows of the step in the air, and no others, surely get one more token."""
+        """Whether all rows of the step in flight, and no others, surely get one more token."""
         full = any(len(request.tokens) + 1 >= request.max_tokens for request in requests)
         return requests == self.scheduler.running and not full
 
     def _land(self) -> None:
-        """Read the step in the air, if there is one."""
+        """Read the step in flight, if there is one."""
         if (flight := self.runner.flight) is not None:
             with self._on_behalf_of(flight.requests):
                 self._read(self.runner.land())
@@ -312,7 +312,7 @@ class Engine:
         now = self.now()
         for row in rows:
             request = row.request
-            # A request that ended while this step was in the air has one token too many.
+            # A request that ended while this step was in flight has one token too many.
             if request.finished:
                 continue
             self._changed[request] = None
@@ -324,7 +324,7 @@ class Engine:
                     self._finish(request, "error")
                     continue
                 if row.back and request.lease is not None:
-                    # Before anything is published: what is stored behind these tokens are guesses that were wrong.
+                    # Before anything is published: KV stored after these tokens belongs to wrong guesses.
                     request.lease.truncate(request.stored - row.back)
                 if row.doubtful and self.speculation is not None:
                     self.speculation.doubt(request)
@@ -340,7 +340,7 @@ class Engine:
                     request.lease.publish(request.all_tokens)
 
     def _follow(self, request: Request, token: int) -> None:
-        """A request has one more token: tell its constraint, end it if that was the last."""
+        """A request has one more token: advance its constraint, and end it if that was the last."""
         if request.constraint is not None:
             try:
                 request.constraint.advance(token)
@@ -374,12 +374,12 @@ class Engine:
             if request.pin and reason != "cancelled":
                 self._pin(request)
         except Exception as error:
-            log.exception("what a request computed could not be kept; it ends with an error")
+            log.exception("the KV of a request could not be cached; it ends with an error")
             request.finish_reason, request.error = "error", RequestFailedError.internal(error)
             self._discard(lease)
 
     def _discard(self, lease: Lease) -> None:
-        """A request failed: what it computed may be what is wrong."""
+        """A request failed: what it computed may be wrong, so it is dropped."""
         self.runner.wait()
         lease.discard()
 
@@ -390,7 +390,7 @@ class Engine:
             request.error = error
 
     def clear_cache(self) -> None:
-        """Forget what is cached and neither running nor pinned, in the colder tiers, too."""
+        """Drop what is cached and neither in use nor pinned, in the colder tiers, too."""
         self.prefix.clear()
         if self.speculation is not None:
             self.speculation.clear()

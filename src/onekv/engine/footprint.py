@@ -1,8 +1,8 @@
 """The physical memory of this process, as the system counts it.
 
-MLX counts its own buffers. The system counts all that the process keeps from others: on macOS the physical footprint,
-which is what Activity Monitor shows and what memory pressure goes by (compressed pages and the GPU's included); on
-Linux the resident set, in which pages of mapped files are counted, too, and memory of a GPU is not.
+MLX counts its own buffers. The system counts everything that is unavailable to other processes: on macOS the physical
+footprint, which Activity Monitor shows and memory pressure is based on (including compressed pages and the GPU's); on
+Linux the resident set, which includes pages of mapped files, but not GPU memory.
 """
 
 import ctypes

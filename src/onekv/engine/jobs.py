@@ -1,10 +1,10 @@
-"""Requests together with their text: the one way from the engine to whoever reads.
+"""Requests together with their text: the only path from the engine to readers.
 
 A job emits `Delta`s, then exactly one `End` or one error. Whoever drives the engine owns its `Jobs` and calls both in
-the same thread: the engine's thread of the server, or an `LLM` in the thread that reads its streams.
+the same thread: the server's engine thread, or an `LLM` in the thread that reads its streams.
 
-A request that fails ends with its error and no other does: the engine sees to that for what it computes, this module
-for the rest. If a job's text cannot be made, that job fails; if its `emit` raises, it is cancelled.
+A request that fails ends with its error, and no other does: the engine ensures that for what it computes, this module
+for the rest. If a job's text cannot be decoded, that job fails; if its `emit` raises, it is cancelled.
 """
 
 import logging
@@ -30,9 +30,9 @@ class End:
     cached_tokens: int
     generated: int
     timings: Timings
-    # Where the prompt left what was cached.
+    # Where the prompt diverged from the cache.
     branch: Branch | None = None
-    # Tokens that were guessed to be next, and those of them that were.
+    # Proposed tokens, and how many of them were accepted.
     proposed: int = 0
     accepted: int = 0
 
@@ -74,7 +74,7 @@ class Jobs:
         self.ended = 0
 
     def begin(self, engine: Engine, job: Job) -> None:
-        """Submit a job; if the engine refuses it, that is its end."""
+        """Submit a job; if the engine rejects it, it ends at once."""
         self._jobs[job.request] = job
         try:
             engine.submit(job.request)
@@ -85,7 +85,7 @@ class Jobs:
             self._refuse(job.request, RequestFailedError.internal(error))
 
     def step(self, engine: Engine) -> None:
-        """Let the engine make one step, and emit what is new."""
+        """Run one step of the engine, and emit what is new."""
         for request in engine.step().changed:
             self._pump(engine, request)
 
@@ -113,12 +113,12 @@ class Jobs:
         self._report([request])
 
     def _pump(self, engine: Engine, request: Request) -> None:
-        """Emit what a request has new."""
+        """Emit a request's new output."""
         job = self._jobs[request]
         try:
             delta = job.output.take(request)
         except Exception as error:
-            log.exception("the text of a request could not be made; it ends with an error")
+            log.exception("the text of a request could not be decoded; it ends with an error")
             engine.end(request, "error", RequestFailedError.internal(error))
             # It may have ended by itself with the same token.
             request.finish_reason, request.error = "error", request.error or RequestFailedError.internal(error)
@@ -135,12 +135,12 @@ class Jobs:
         for request in requests:
             if request.finished and request in self._jobs:
                 job = self._jobs.pop(request)
-                # First: who hears of it may start the next at once.
+                # First: the receiver may start the next one at once.
                 self.ended += 1
                 self._emit(job, job.end())
 
     def _emit(self, job: Job, event: Event) -> bool:
-        """Whether the job's reader has taken an event."""
+        """Whether the job's reader accepted the event."""
         try:
             job.emit(event)
         except Exception:

@@ -1,4 +1,4 @@
-"""What can never be served is refused at once, with the numbers."""
+"""Requests that can never be served are rejected at once, with the numbers."""
 
 from ..errors import PromptError, TooLongError
 from ..memory.plan import Plan

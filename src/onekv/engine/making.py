@@ -14,7 +14,7 @@ def make_speculation(
 ) -> tuple[Speculation | None, str | None]:
     """Speculation, or None and the reason. Without a `proposer`, what the settings say.
 
-    Raises SettingError where it was asked for by name and the model cannot.
+    Raises SettingError if it was requested by name and the model does not support it.
     """
     if settings.speculate == "off":
         return None, "--speculate is off"

@@ -1,7 +1,7 @@
 """From a request's tokens to text, with stop strings, delta by delta.
 
-Text that may be the beginning of a stop string is held back until it is known not to be. Whatever the deltas, together
-they are the text before the stop string that is complete first.
+Text that may be the beginning of a stop string is held back until it is known not to be. However it is split into
+deltas, they add up to the text before the first complete stop string.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class Delta:
 
     text: str
     tokens: list[int] = field(default_factory=list)
-    # One for each of `tokens`, if they were asked for.
+    # One for each of `tokens`, if they were requested.
     logprobs: list[Logprob] = field(default_factory=list)
     # How many tokens of the prompt were found in the prefix cache.
     cached_tokens: int = field(default=0, compare=False)
-    # With the first tokens: one for each token of the prompt but the first, if those were asked for.
+    # With the first tokens: one for each token of the prompt but the first, if those were requested.
     prompt_logprobs: list[Logprob] = field(default_factory=list, compare=False)
 
     def __add__(self, later: "Delta") -> "Delta":
@@ -40,7 +40,7 @@ class TextOutput:
         self._stops = [stop for stop in stops if stop]
         self._read = 0
         self._held = ""
-        # The stop string that was met, and tokens that came with the one that completed it: they are not of the answer.
+        # The stop string that was found, and tokens after the one that completed it: not part of the answer.
         self.stopped_by: str | None = None
         self.dropped = 0
 
@@ -50,7 +50,7 @@ class TextOutput:
         return self._detokenizer is None
 
     def take(self, request: Request) -> Delta:
-        """What is new since the last call; after `stopped_by` is set, nothing is."""
+        """What is new since the last call; nothing once `stopped_by` is set."""
         tokens = request.tokens[self._read :]
         logprobs = request.logprobs[self._read :]
         of_prompt = [] if self._read else request.prompt_logprobs
@@ -64,7 +64,7 @@ class TextOutput:
             if token not in self._hidden:
                 self._detokenizer.add_token(token)
             if self._stops and count < len(tokens):
-                # What was guessed comes several at once, and ends where it would have ended one by one.
+                # Guessed tokens arrive several at once, and end where they would have ended one by one.
                 text += self._release(last=False)
                 if self.stopped_by is not None:
                     self.dropped = len(tokens) - count
@@ -74,7 +74,7 @@ class TextOutput:
         return Delta(text + self._release(request.finished), tokens, logprobs, request.cached_tokens, of_prompt)
 
     def _release(self, last: bool) -> str:
-        """The new text that surely comes before any stop string."""
+        """The new text that cannot be part of a stop string."""
         self._held += self._detokenizer.last_segment
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:

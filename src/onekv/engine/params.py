@@ -1,7 +1,7 @@
-"""What a caller asks of an answer: how its tokens are chosen, and what ends it.
+"""Sampling parameters: how tokens are chosen, and what ends an answer.
 
-The names are those of vLLM's SamplingParams and of mlx-lm. A `Sampling` is complete in itself and never changes;
-whatever is wrong with a value is said when it is made, except for token ids that a model does not know (`check_ids`).
+The names are those of vLLM's SamplingParams and of mlx-lm. A `Sampling` is self-contained and immutable; invalid values
+are rejected when it is created, except for token ids that a model does not know (`check_ids`).
 """
 
 import math
@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import SettingError
 
-# A temperature below this would divide logits to infinity: it is as good as 0.
+# A temperature below this would divide logits to infinity: it is treated as 0.
 COLD = 1e-4
 
 # From all tokens so far (prompt and answer) and logits [1, vocabulary] to other logits, as in mlx-lm.
@@ -40,20 +40,20 @@ class Sampling:
     # 0 and -1: all tokens.
     top_k: int = 0
     min_p: float = 0.0
-    # Makes the choice repeatable.
+    # Makes sampling reproducible.
     seed: int | None = None
     # Above 1: tokens of the prompt and the answer become less likely.
     repetition_penalty: float = 1.0
-    # Taken off the logits of tokens of the answer: once, and for every time they occur.
+    # Subtracted from the logits of the answer's tokens: once, and for every occurrence.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    # What is added to the logit of a token id.
+    # Added to the logit of a token id.
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     # Called in turn with all tokens and the model's logits, before any other rule.
     logits_processors: Sequence[LogitsProcessor] = ()
     # None: 256, in the server --default-max-tokens.
     max_tokens: int | None = None
-    # No token ends the answer before it has so many.
+    # No token ends the answer before it has this many.
     min_tokens: int = 0
     # One string or several that end the answer; they are not part of its text.
     stop: Sequence[str] = ()
@@ -65,7 +65,7 @@ class Sampling:
     logprobs: int | None = None
 
     def of_answer(self, index: int) -> "Sampling":
-        """For one of several answers to a prompt: they differ, also when there is a seed."""
+        """For one of several answers to a prompt: they differ, even when there is a seed."""
         return self if self.seed is None else replace(self, seed=self.seed + index)
 
     @property
@@ -96,7 +96,7 @@ class Sampling:
             raise SettingError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
 
     def _tidy(self) -> None:
-        """Whatever way they are given, sequences are tuples from here on."""
+        """However they are given, sequences are tuples from here on."""
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop, "a string, or several")
         if not all(isinstance(each, str) for each in stop):
             raise SettingError(f"stop is {self.stop!r}; it must be a string, or several")

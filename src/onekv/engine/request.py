@@ -3,8 +3,8 @@
     waiting -> loading -> prefilling -> running -> finished
        \\_________\\___________\\___________\\____-> finished ("cancelled", or "error" with `error` set)
 
-`state` says where it is; the scheduler alone changes it (scheduler.py). While it loads, prefills or runs it has a
-`Lease` on memory, which the engine ends when the request finishes.
+Only the scheduler changes `state` (scheduler.py). While a request loads, prefills or runs, it has a `Lease` on memory,
+which the engine ends when the request finishes.
 """
 
 import secrets
@@ -63,7 +63,7 @@ class Request:
     constraint: Constraint | None = None
     # Compute all of the prompt, with log probabilities of its tokens; it starts from nothing and leaves nothing cached.
     scored: bool = False
-    # What the answer may mostly be: it is guessed from, and changes nothing else.
+    # What the answer will mostly be: a source of guesses that changes nothing else.
     prediction: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -72,16 +72,16 @@ class Request:
     def __post_init__(self) -> None:
         self.state: RequestState = "new"
         self.lease: Lease | None = None
-        # While it waits: who is about to store most of its prompt, and up to which length.
+        # While it waits: the request that is about to store most of its prompt, and up to which length.
         self.leader: tuple[Request, int] | None = None
-        # One for each of `tokens`, if they were asked for.
+        # One for each of `tokens`, if they were requested.
         self.logprobs: list[Logprob] = []
         # One for each token of the prompt but the first, if it is scored.
         self.prompt_logprobs: list[Logprob] = []
         self.cached_tokens = 0
-        # Tokens that were guessed to be next, and those of them that were.
+        # Proposed tokens, and how many of them were accepted.
         self.proposed = self.accepted = 0
-        # Where its prompt left what was cached, and why no more of it was; set when it starts.
+        # Where its prompt diverged from the cache, and why no more was cached; set when it starts.
         self.branch: Branch | None = None
         self.missed: str | None = None
         # Tokens that end the answer; the engine adds its model's own.
@@ -95,7 +95,7 @@ class Request:
         self.created = self.started = self.first = self.ended = now
 
     def stop_at(self, stop_tokens: set[int]) -> None:
-        """A model's own stop tokens end the answer, too, unless they are to be ignored."""
+        """The model's own stop tokens also end the answer, unless they are ignored."""
         if not self.sampling.ignore_eos:
             self.stop_tokens |= stop_tokens
 
@@ -106,7 +106,7 @@ class Request:
 
     @property
     def stored(self) -> int:
-        """Tokens whose KV is there."""
+        """Tokens whose KV is stored."""
         return self.lease.sequence.length if self.lease is not None else 0
 
     @property
@@ -138,7 +138,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step did: who got tokens or ended, each once, in that order; and who of them ended with an error."""
+    """What a step did: requests that got tokens or ended, each once, in that order; and those that failed."""
 
     changed: list[Request]
 

@@ -1,19 +1,19 @@
-"""Steps on the device: chunks of prompts are stored, and one step of decoding is in the air while the next is built.
+"""Steps on the device: chunks of prompts are stored, and one decode step is in flight while the next is built.
 
-A step is a forward pass, which gives logits, and the drawing of tokens from them. Tokens are drawn when the next step
-is built: by then those before them have been read, and whatever rule or constraint of a request depends on them is up
-to date. So the device has a forward pass to do while the host reads tokens, follows rules and builds, for all requests
+A step is a forward pass, which computes logits, and sampling from them. Tokens are sampled when the next step is built:
+by then those before them have been read, and all rules and constraints that depend on them are up to date. So the
+device is busy with a forward pass while the host reads tokens, applies rules and builds the next step, for all requests
 alike:
 
     device    | forward t + 1          | draw t + 1 | forward t + 2          | draw ...
     host      | read tokens t | draw t + 1, forward t + 2: built, started | read tokens t + 1 ...
 
-Where operations of MLX write the pool (`KVMemory.writes`), a step is started when the one before has ended: MLX would
-find the pool still being read and would copy it (measured on an H200: 4 GiB in every step). Where kernels write, it is
-started at once. Where the memory is `eager`, a step is computed as its graph is built: nothing is gained by building it
-early, and its tokens are read at once. The step in the air (`flight`) is landed before anything else touches the pool.
+If MLX operations write the pool (`KVMemory.writes`), a step is started when the one before has finished: otherwise MLX
+would find the pool still being read and would copy it (measured on an H200: 4 GiB in every step). If kernels write, it
+is started at once. If the memory is `eager`, a step is computed as its graph is built: building it early gains nothing,
+and its tokens are read at once. The step in flight (`flight`) is landed before anything else touches the pool.
 
-The runner knows no scheduling, and nothing of what is cached: room for new tokens has been made before (`Lease.grow`).
+The runner knows nothing about scheduling or caching: room for new tokens has already been made (`Lease.grow`).
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ TOGETHER = False
 
 @dataclass
 class Flight:
-    """A step that was started: logits for each request, from which its token is not drawn yet."""
+    """A step that was started: logits for each request, from which no token has been sampled yet."""
 
     requests: list[Request]
     logits: mx.array
@@ -46,7 +46,7 @@ class Flight:
 
 class Runner:
     def __init__(self, model: Module, memory: KVMemory, max_batch: int, together: bool = TOGETHER) -> None:
-        """Tries the model on `memory`: what it can do decides how rows are decoded.
+        """Tests the model on `memory`: what it supports decides how rows are decoded.
 
         `together`: whether several prompts are stored in one pass, if the model can.
         """
@@ -55,7 +55,7 @@ class Runner:
         set_direct(model, memory)
         # Why rows are decoded one by one, if they are.
         self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
-        # Whether several prompts are stored in one pass. On CPU one is enough for all cores, but for very short ones.
+        # Whether several prompts are stored in one pass. On CPU, one keeps all cores busy unless it is very short.
         self.together = together and max_batch > 1 and stores_together(model, memory, self.one_by_one)
         # Decode steps, if they can be compiled, else why not.
         self.compiled, self.uncompiled = compile_decode(model, memory, self.one_by_one)
@@ -67,21 +67,21 @@ class Runner:
         self.drafting = Drafting(model, memory, self.one_by_one) if isinstance(model, WithDraft) else None
 
     def store(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
-        """Compute and store what each row of `tokens` is after those of its sequence. No step may be in the air."""
+        """Compute and store the KV of each row of `tokens`, appended to its sequence. No step may be in flight."""
         store(self.model, self.memory, sequences, tokens)
 
     def score(self, sequence: Sequence, tokens: list[int], following: list[int], top: int) -> list[Logprob]:
-        """As `store`; gives the log probability of what follows each token, and of the `top` likeliest."""
+        """Like `store`; returns the log probability of what follows each token, and of the `top` likeliest."""
         logits = self.memory.run(self.model, mx.array(tokens)[None], [sequence], [len(tokens)])[0]
         found = scores(logits, following, top)
         settle(self.memory.arrays())
         return found
 
     def decode(self, requests: list[Request]) -> list[Row]:
-        """Start a step for `requests`, and give what the one in the air, if there is one, has given the same."""
-        # It stays where it is until the next one has started: a step that is interrupted is made again.
+        """Start a step for `requests`, and return the results of the one in flight, if there is one, for them."""
+        # It stays in place until the next one has started: an interrupted step is repeated.
         flight = self.flight
-        assert flight is None or flight.requests == requests, "the step in the air is of other requests"
+        assert flight is None or flight.requests == requests, "the step in flight has other requests"
         sequences = [request.sequence for request in requests]
         if flight is None:
             logits = self.forward(sequences, mx.array([request.next_input for request in requests]))
@@ -90,7 +90,7 @@ class Runner:
             self._start(requests, logits)
             return []
         drawn = self.draw(requests, flight.logits, _numbers(requests))
-        # By itself: what is started together can only be read when all of it has ended.
+        # Separately: what is started together can only be read when all of it has finished.
         mx.async_eval(drawn.arrays())
         logits = self.forward(sequences, drawn.tokens)
         if self.memory.writes:
@@ -99,23 +99,23 @@ class Runner:
         return _rows(requests, drawn)
 
     def verify(self, requests: list[Request], proposals: list[list[int]]) -> Verification:
-        """Compute what follows the last token of each request and each token that was proposed to be next.
+        """Compute what follows the last token of each request and each proposed token.
 
-        No step may be in the air. What is stored of proposals that were wrong is for the caller to take back.
+        No step may be in flight. The caller rolls back what is stored of wrong proposals.
         """
-        assert self.flight is None, "the step in the air decides what is next"
+        assert self.flight is None, "the step in flight decides what is next"
         tokens = [
             token for request, some in zip(requests, proposals, strict=True) for token in (request.next_input, *some)
         ]
         counts = [1 + len(some) for some in proposals]
         logits = self.forward([request.sequence for request in requests], mx.array(tokens), counts)
-        # The device begins while the drawing is built.
+        # The device starts while the sampling is built.
         mx.async_eval(logits, self.memory.arrays())
         return Verification(self.draw, self.several.tolerance, requests, proposals, logits)
 
     def draft(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
-        """Guess so many of `counts` next tokens of each request. No step may be in the air; there is room for them."""
-        assert self.drafting is not None and self.flight is None, "there is no draft model, or a step is in the air"
+        """Guess the next `counts[i]` tokens of request i. No step may be in flight; there is room for them."""
+        assert self.drafting is not None and self.flight is None, "there is no draft model, or a step is in flight"
         return self.drafting.guess(requests, counts)
 
     def _start(self, requests: list[Request], logits: mx.array) -> None:
@@ -125,11 +125,11 @@ class Runner:
     def draw(
         self, requests: list[Request], logits: mx.array, drawn: list[int], tolerance: float | None = None
     ) -> Drawn:
-        """The next token of each request, of which so many of `drawn` were drawn before; lazy."""
+        """The next token of each request, of which `drawn[i]` were drawn before; lazy."""
         return sample(logits, requests, drawn, tolerance)
 
     def forward(self, sequences: list[Sequence], inputs: mx.array, counts: list[int] | None = None) -> mx.array:
-        """Logits [rows, vocabulary] after each of `inputs`, of which each sequence has so many of `counts`; lazy."""
+        """Logits [rows, vocabulary] after each of `inputs`, of which sequence i has `counts[i]`; lazy."""
         if counts is None:
             counts = [1] * len(sequences)
         if len(sequences) > 1 and self.one_by_one is not None:
@@ -144,9 +144,9 @@ class Runner:
         return forward(self.model, self.memory, sequences, inputs, counts)
 
     def land(self) -> list[Row]:
-        """What the step in the air has given, if there is one; then there is none."""
+        """Results of the step in flight, if there is one; none is in flight afterwards."""
         flight, self.flight = self.flight, None
-        # Who has ended gets no token, and its rules need not bear another one.
+        # A request that has ended gets no token, and its rules are not applied again.
         rows = [row for row, request in enumerate(flight.requests) if not request.finished] if flight else []
         if flight is None or not rows:
             return []
@@ -160,14 +160,14 @@ class Runner:
         return _rows(requests, drawn)
 
     def settle(self) -> None:
-        """After requests were ended from outside: nothing that was started or built is left to compute."""
+        """After requests were ended from outside: make sure that nothing started or built is left to compute."""
         if self.flight is not None and all(request.finished for request in self.flight.requests):
             self.flight = None
-        # What was built and not computed would keep its inputs alive.
+        # A graph that was built but not computed would keep its inputs alive.
         mx.eval(self.memory.arrays())
 
     def wait(self) -> None:
-        """Until the step in the air, if there is one, has been computed."""
+        """Block until the step in flight, if there is one, has been computed."""
         if self.flight is not None:
             mx.eval(self.flight.logits)
 

@@ -1,11 +1,11 @@
 """Choosing tokens for all rows of a batch.
 
-Every request draws from its own stream of random numbers (its seed and the number of the token), so what it gets does
-not depend on the requests beside it. Log probabilities that are reported are the model's own, before any rule.
+Every request samples from its own stream of random numbers (its seed and the number of the token), so its tokens do not
+depend on the other requests in the batch. Reported log probabilities are the model's own, before any rule.
 
-Where logits were computed in another way than one token at a time would be, they may differ by rounding. With such a
-`tolerance` each row also says whether any logits that are no further away would have given the same token: its
-`margin` is the distance, as a change of all logits, at which another one could win.
+Logits that were not computed one token at a time may differ by rounding. With such a `tolerance`, each row also reports
+whether any logits within it would have given the same token: its `margin` is the distance, as a change of all logits,
+at which another token could win.
 """
 
 import logging
@@ -36,7 +36,7 @@ class Drawn:
     sound: mx.array
     chosen: mx.array | None = None
     top: tuple[mx.array, mx.array] | None = None
-    # Whether the token would be the same within a tolerance, if one was given.
+    # Whether the token is the same within the tolerance, if one was given.
     sure: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
@@ -86,7 +86,7 @@ def sample(logits: mx.array, requests: list[Request], drawn: list[int], toleranc
 
 
 def guess(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.array:
-    """What `sample` would give, but for rules that look at tokens before: a draft model's guess at it."""
+    """What `sample` would give, except for rules that look at earlier tokens: for a draft model's guesses."""
     rows = []
     for row, (request, number) in enumerate(zip(requests, drawn, strict=True)):
         rows.append(_choose(logits[row : row + 1], request.sampling.rule, [(request.seed, number)], None)[0])
@@ -102,7 +102,7 @@ def scores(logits: mx.array, tokens: list[int], top: int) -> list[Logprob]:
 
 
 def _stretch(request: Request) -> float:
-    """By how much its rules make a difference of logits larger, at most."""
+    """The most by which its rules amplify a difference between logits."""
     return max(request.sampling.repetition_penalty, 1 / request.sampling.repetition_penalty)
 
 
@@ -189,7 +189,7 @@ def _rules(request: Request, early: bool, added: Numbers, factor: Numbers) -> No
 def _peaks(logits: mx.array) -> mx.array:
     """The largest logit of each of several parts of a row, [rows, parts].
 
-    On a GPU one row is too little for all of it: a whole row at a time takes ten times as long.
+    One row does not fill a GPU: a whole row at a time takes ten times as long.
     """
     rows, vocabulary = logits.shape
     parts = next(count for count in (32, 16, 8, 4, 2, 1) if vocabulary % count == 0)
@@ -212,7 +212,7 @@ def _choose(
     tolerance: float | None,
     peaks: mx.array | None = None,
 ) -> tuple[mx.array, mx.array | None]:
-    """A token per row; and, with a tolerance, whether it is sure. `peaks` are those of `logits`, if they are known."""
+    """A token per row; with a tolerance, also whether it is certain. `peaks` are those of `logits`, if known."""
     if rule.temperature == 0:
         tokens = _first_largest(logits, _peaks(logits) if peaks is None else peaks)
         return tokens, None if tolerance is None else _gap(logits, tokens) > 2 * tolerance

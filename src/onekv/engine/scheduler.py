@@ -1,6 +1,6 @@
-"""Who is next: the requests that are there, in which state each is, and what a step should do for whom.
+"""Scheduling: the requests, the state of each, and what a step should do for which of them.
 
-Pure decisions: nothing here knows the model, the memory, or the time but for when a request arrived. `move` is the one
+Pure decisions: nothing here knows the model, the memory, or the time except when a request arrived. `move` is the only
 place where a request changes its state:
 
     new -> waiting -> loading -> prefilling -> running -> finished
@@ -8,18 +8,18 @@ place where a request changes its state:
               |  `-> looking         |                      |  (from every state)
               `______/  `____________/
 
-    waiting     first come, first served: where there is no room for one, those after it wait, too. Only who follows
-                another is passed: a prompt that is being stored is about to give it most of its own (`leader`)
-    looking     the next one, while a colder tier has not answered what it has of the prompt
+    waiting     first come, first served: if there is no room for one, those after it wait, too. Only a follower is
+                overtaken: a prompt that is being stored (`leader`) is about to provide most of its own
+    looking     the next one, while a colder tier is still looking up its prompt
     loading     what a colder tier has is being read
-    prefilling  its prompt is stored, a chunk at a time, several prompts in turn or together
+    prefilling  its prompt is being stored, a chunk at a time, several prompts in turn or together
     running     it gets a token in every step
 
-Who gets a chunk: the prompt that is closest to its first token, or whose follower is. Of every `TURNS` chunks one goes
-to the oldest prompt, whatever comes. So a short prompt that meets a long one has its first token when the chunk in
-flight and its own are done; and a prompt with c chunks, with w chunks in older prompts before it, is stored after
-TURNS * (c + w) chunks at most. Chunks of other prompts may be stored in one pass with it (chunks.py): that takes no
-more than a chunk of full size and nobody's turn, and counts as one chunk in all of this.
+The next chunk goes to the prompt that is closest to its first token, or whose follower is. One of every `TURNS` chunks
+goes to the oldest prompt, whatever arrives. So a short prompt that meets a long one gets its first token once the chunk
+in flight and its own are done; and a prompt with c chunks, with w chunks in older prompts before it, is stored after at
+most TURNS * (c + w) chunks. Chunks of other prompts may be stored in the same pass (chunks.py): that takes no longer
+than one full-size chunk, uses up no turn, and counts as one chunk here.
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 
 from .request import Request, RequestState
 
-# Of so many chunks one goes to the oldest prompt.
+# One of this many chunks goes to the oldest prompt.
 TURNS = 4
 
 
@@ -47,12 +47,12 @@ class Scheduler:
         # Tokens decoded since the last chunk of a prompt, and chunks that others got since the oldest prompt did.
         self._since_chunk = 0
         self._passed = 0
-        # Counts what may make room; and who found none, with the count then: it is not tried in every step.
+        # Counts events that may make room; and which request found none, at which count: not retried in every step.
         self._changes = 0
         self._refused: tuple[Request, int] | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        """All that have not ended."""
+        """All requests that have not ended."""
         return iter([*self.waiting, *self.loading, *self.prefilling, *self.running])
 
     @property
@@ -64,7 +64,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def move(self, request: Request, state: RequestState) -> None:
-        """The one place where a request changes its state."""
+        """The only place where a request changes its state."""
         places = {"loading": self.loading, "prefilling": self.prefilling, "running": self.running}
         if request.state in places:
             places[request.state].remove(request)
@@ -83,7 +83,7 @@ class Scheduler:
     # What a step does
 
     def to_admit(self) -> Request | None:
-        """The request to start with now, if there is one that is worth trying."""
+        """The request to admit now, if there is one worth trying."""
         if len(self.loading) + len(self.prefilling) + len(self.running) >= self._max_batch:
             return None
         for request in self.waiting:
@@ -94,17 +94,17 @@ class Scheduler:
         return None
 
     def refused(self, request: Request) -> None:
-        """There is no room for it: it is not tried again before something has changed."""
+        """There is no room for it: it is not retried until something has changed."""
         self._refused = (request, self._changes)
 
     def _follows(self, request: Request) -> bool:
-        """Whether it had better wait for what another stores."""
+        """Whether it should wait for what another one stores."""
         if request.leader is None or not _leads(*request.leader):
             request.leader = self._leader(request) if self._shares and not request.scored else None
         return request.leader is not None
 
     def _leader(self, request: Request) -> tuple[Request, int] | None:
-        """Whose prompt, up to which length, gives it most of its own."""
+        """The request whose prompt provides most of its own, and up to which length."""
         for other in self.prefilling:
             if other.salt == request.salt and not other.scored:
                 common = min(_common(request.prompt, other.prompt), len(other.prompt) - 1)
@@ -119,7 +119,7 @@ class Scheduler:
         return self.prefilling[0] if self._passed >= TURNS - 1 else min(self.prefilling, key=self._distance)
 
     def after(self, request: Request) -> list[Request]:
-        """The other prompts, in the order in which their chunks may join its own."""
+        """The other prompts, in the order in which their chunks may join its chunk."""
         return sorted((other for other in self.prefilling if other is not request), key=self._distance)
 
     def _distance(self, request: Request) -> int:
@@ -144,17 +144,17 @@ class Scheduler:
 
     @property
     def in_work(self) -> bool:
-        """Whether there is anything to do but to look for what is cached."""
+        """Whether there is anything to do besides cache lookups."""
         return bool(self.loading or self.prefilling or self.running)
 
 
 def _leads(leader: Request, common: int) -> bool:
-    """Whether it has yet to store some of what it has in common with another."""
+    """Whether it has yet to store some of the prefix it shares with another."""
     return leader.state == "prefilling" and leader.stored < common
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix."""
     length, step = min(len(first), len(second)), 1024
     start = 0
     while start < length and first[start : start + step] == second[start : start + step]:

@@ -1,9 +1,9 @@
-"""What a model can do, tried on the model itself when it is loaded.
+"""What a model supports, tested on the model itself when it is loaded.
 
-Nearly all of mlx-lm's models take one position per row and pass what a cache returns straight to attention. Some need a
-plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
-what a cache returns elsewhere. Two short sequences, decoded in each way, tell. They are stored as any other sequence:
-in chunks of the plan, and shorter where the pool is that small.
+Nearly all of mlx-lm's models accept one position per row and pass what a cache returns straight to attention. Some need
+a plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
+what a cache returns elsewhere. Decoding two short sequences in each way shows it. They are stored like any other
+sequence: in chunks of the plan, and shorter if the pool is that small.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ LENGTHS = (3, 21)
 # different ways, and a long context is read in other pieces, which are joined in another order.
 SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
 TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
-# Devices on which that runs, but has not been shown to gain anything: it is not done there.
+# Devices on which it runs, but has not been shown to pay off: it is not used there.
 UNPROVEN = {"cuda"}
 # Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
 # contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
@@ -36,7 +36,7 @@ UNPROVEN = {"cuda"}
 SAFETY, LEAST_EXACT, LEAST = 4.0, 1e-4, 1e-2
 # Chooses what to read by the slot a token lies in, and only in contexts too long to try here.
 BY_SLOT = {"mlx_lm.models.minimax_m3_vl"}
-BY_SLOT_REASON = "the model takes the place of a token in memory for its position"
+BY_SLOT_REASON = "the model uses a token's place in memory as its position"
 
 
 def set_direct(model: Module, memory: KVMemory) -> None:
@@ -46,7 +46,7 @@ def set_direct(model: Module, memory: KVMemory) -> None:
     for direct in (True, False):
         for layer in layers:
             layer.direct = direct
-        # A stand-in that was used makes this NaN, which equals nothing.
+        # If a stand-in was used, this is NaN, which equals nothing.
         if _close(_decode(model, memory, [1]), expected, memory):
             return
 
@@ -59,17 +59,17 @@ def why_one_by_one(model: Module, memory: KVMemory) -> str | None:
     try:
         together = _decode(model, memory, range(len(LENGTHS)))
     except OutOfBlocks:
-        return "the KV pool has no room for two sequences to try it with"
+        return "the KV pool has no room for two sequences to test it with"
     except (TypeError, ValueError) as error:
         return _needs_a_number(error)
     if _close(together, alone, memory):
         return None
-    return "the model's output for a row depends on the rows beside it"
+    return "the model's output for a row depends on the other rows"
 
 
 def stores_together(model: Module, memory: KVMemory, one_by_one: str | None) -> bool:
     """Whether chunks of two prompts, first and later ones, can be stored in one call."""
-    # What is behind a row's own tokens would go into its state. Where attention is chunked, a model makes one mask for
+    # What is after a row's own tokens would go into its state. Where attention is chunked, a model makes one mask for
     # all rows.
     if one_by_one is not None or memory.state_layers or any(g.rule.chunk is not None for g in memory.layout.groups):
         return False
@@ -93,7 +93,7 @@ def compile_decode(
         return None, "--kernels is off"
     if memory.sharded:
         return None, "the model is sharded, and its collectives run in MLX's own graphs (tensor parallel)"
-    no_loops = loops.why_not() if memory.on_cpu else "attention here is not by a kernel that stores new tokens itself"
+    no_loops = loops.why_not() if memory.on_cpu else "attention does not run in a kernel that stores new tokens itself"
     if no_loops is not None and not memory.has_kernels:
         return None, no_loops
     expected = _decode(model, memory, [1])
@@ -106,11 +106,11 @@ def compile_decode(
         return None, f"the model cannot be compiled ({str(error).splitlines()[0][:80]})"
     if _close(logits, expected, memory):
         return compiled, None
-    return None, "the model's output is another when it is compiled"
+    return None, "the compiled model's output differs"
 
 
 def compiled_untested(model: Module, memory: KVMemory) -> CompiledDecode | LoopedDecode | None:
-    """What the model's decode steps are compiled by, after one of them has been made; None if there is nothing."""
+    """What compiles the model's decode steps, after one of them has run; None if they are not compiled."""
     if memory.by_kernels:
         return CompiledDecode(model, memory)
     if memory.kernels and memory.on_cpu and loops.why_not() is None:
@@ -130,13 +130,13 @@ def try_several(
     model: Module, memory: KVMemory, one_by_one: str | None, compiled: CompiledDecode | LoopedDecode | None
 ) -> Several:
     if memory.state_layers:
-        return Several(0.0, "the model has recurrent states, which cannot be taken back")
+        return Several(0.0, "the model has recurrent states, which cannot be rolled back")
     if one_by_one is None and type(model).__module__ in BY_SLOT:
         one_by_one = BY_SLOT_REASON
     if one_by_one is not None:
         return Several(0.0, one_by_one)
     if memory.device in UNPROVEN:
-        return Several(0.0, f"several tokens of a sequence in one step have not been shown to pay on {memory.device}")
+        return Several(0.0, f"several tokens of a sequence per step have not been shown to pay off on {memory.device}")
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     tolerance = 0.0
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
@@ -144,7 +144,7 @@ def try_several(
         length = min(before, longest - count)
         tried = _try_count(model, memory, compiled, count, length) if count > 1 and length > 0 else TOO_SMALL
         if isinstance(tried, str):
-            # A pool that is too small for many has room for few.
+            # A pool too small for many tokens has room for a few.
             return Several(tolerance, None) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
         tolerance = max(tolerance, tried)
     return Several(tolerance, None)
@@ -166,7 +166,7 @@ def _try_count(
     except (TypeError, ValueError) as error:
         return _needs_a_number(error)
     if not _close(together, alone, memory):
-        return "the model's output for several tokens of a sequence is not that of one at a time"
+        return "the model's output for several tokens of a sequence differs from that for one at a time"
     spacing = mx.finfo(alone.dtype).eps * float(mx.abs(alone).max())
     spread = float(alone.astype(mx.float32).std())
     apart = float(mx.abs(together.astype(mx.float32) - alone.astype(mx.float32)).max())
@@ -181,7 +181,7 @@ def _after(
     counts: list[int],
     by: CompiledDecode | LoopedDecode | None,
 ) -> mx.array:
-    """Logits after each of the tokens from `length` on, in steps of so many of `counts`."""
+    """Logits after each of the tokens from `length` on, in steps of `counts` tokens."""
     sequence = memory.open(len(tokens))
     try:
         _fill(model, memory, [sequence], [tokens[:length].tolist()], [memory.chunk], max(counts))
@@ -199,16 +199,16 @@ def _after(
 def forward(
     model: Module, memory: KVMemory, sequences: list[Sequence], inputs: mx.array, counts: list[int]
 ) -> mx.array:
-    """Logits [rows, vocabulary] after each of `inputs`, of which each sequence has so many of `counts`; lazy."""
+    """Logits [rows, vocabulary] after each of `inputs`, of which sequence i has `counts[i]`; lazy."""
     return memory.run(model, inputs[:, None], sequences, counts, spread=True)[:, -1]
 
 
 def _needs_a_number(error: Exception) -> str:
-    return f"the model does not take one position per row ({str(error).splitlines()[0][:80]})"
+    return f"the model does not accept one position per row ({str(error).splitlines()[0][:80]})"
 
 
 def store(model: Module, memory: KVMemory, sequences: list[Sequence], tokens: list[list[int]]) -> None:
-    """Compute and store what each row of `tokens` is after those of its sequence."""
+    """Compute and store the KV of each row of `tokens`, appended to its sequence."""
     counts = [len(row) for row in tokens]
     width = max(counts)
     padded = [row + [0] * (width - len(row)) for row in tokens]
@@ -265,7 +265,7 @@ def _fill(
     sizes: list[int],
     step: int = 1,
 ) -> None:
-    """Store `prompts`, so many tokens of each in one pass as `sizes` says; after that, at most `step` at a time."""
+    """Store `prompts`, `sizes` tokens of each in one pass; after that, at most `step` at a time."""
     while rows := [row for row, sequence in enumerate(sequences) if sequence.length < len(prompts[row])]:
         starts = {row: sequences[row].length for row in rows}
         tokens = [prompts[row][start : start + sizes[row]] for row, start in starts.items()]

@@ -1,9 +1,9 @@
-"""A stream of MLX for a thread that comes and goes.
+"""An MLX stream for short-lived threads.
 
-MLX gives every thread that computes a stream of its own, and on CPU that stream a thread, which stays when the first
-one has ended: a server that loads and unloads models would have one more for each load, with its part of the heap. So
-an engine's thread borrows a stream on CPU and gives it back; the next takes it over. One thread at a time has it.
-On a GPU each thread keeps MLX's own.
+MLX gives every thread that computes its own stream, and on CPU that stream has a thread, which outlives the first one:
+a server that loads and unloads models would gain one with each load, with its share of the heap. So on CPU an engine's
+thread borrows a stream and returns it for the next one; only one thread uses it at a time. On a GPU each thread keeps
+MLX's own.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _FREE: list[mx.Stream] = []
 
 @contextmanager
 def borrowed_stream() -> Iterator[None]:
-    """The calling thread computes on it meanwhile."""
+    """The calling thread computes on it inside the context."""
     if mx.default_device().type != mx.cpu:
         yield
         return

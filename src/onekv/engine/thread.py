@@ -1,14 +1,14 @@
 """The one thread that owns MLX, and how others talk to it.
 
-Orders go in by a queue: start a job, cancel one, call a function between two steps. What a job produces goes out by its
-`emit`, which the engine's thread calls (`jobs.py`). Nothing of the engine is ever touched by another thread: whoever
-wants to look gets an immutable picture (`look`), which is made anew after a step, some times a second. What the thread
-is doing, and since when, can be read at any time (`doing`), also in the midst of a step that does not end.
+Orders arrive through a queue: start a job, cancel one, call a function between two steps. A job's output leaves through
+its `emit`, which the engine's thread calls (`jobs.py`). No other thread ever touches the engine: observers get an
+immutable snapshot (`look`), which is refreshed after a step, a few times a second. What the thread is doing, and since
+when, can be read at any time (`doing`), even in the middle of a step that hangs.
 
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
-                 \\_ refused at once: too long, or too many wait    \\_ cancelled: End("cancelled")
+                 \\_ rejected at once: too long, or queue full      \\_ cancelled: End("cancelled")
 
-If the engine cannot go on, the thread ends, and every job with it: nobody waits for a thread that is gone. Nor does
+If the engine cannot continue, the thread ends, and every job with it: nobody waits for a thread that is gone. Nor does
 `stop` wait for one that is stuck: it is left as it is, for the process to end.
 """
 
@@ -35,14 +35,14 @@ log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
 
 
-# How old a picture of the engine may become while somebody looks or something runs, and how long somebody who has
-# looked may do so again.
+# How old a snapshot of the engine may become while somebody is watching or something runs, and for how long after a
+# look somebody counts as watching.
 VIEW_SECONDS, WATCH_SECONDS = 0.25, 5.0
-# Between two attempts to copy blocks to a colder tier, where nothing else is to do.
+# Between two attempts to copy blocks to a colder tier if there is nothing else to do.
 SHARE_SECONDS = 0.01
 # How long a thread that Python has joined may take to end.
 GONE_SECONDS = 10.0
-# How often it is looked whether a thread that is to end is stuck.
+# How often to check whether a thread that is being stopped is stuck.
 LOOK_SECONDS = 0.05
 
 
@@ -61,7 +61,7 @@ class EngineThread:
         self._build = build
         self._max_waiting, self._max_wait = max_waiting, max_wait
         self._now = now
-        # Whether every count is checked whenever the engine has become idle; the thread ends if one is wrong.
+        # Whether every count is checked whenever the engine becomes idle; the thread ends if one is wrong.
         self.check_integrity = False
         self._orders: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._jobs = Jobs()
@@ -72,9 +72,9 @@ class EngineThread:
         # When running jobs are cancelled, once it is stopping.
         self._deadline = math.inf
         self._view: View | None = None
-        # Until when somebody may look again, and want the state of every block.
+        # Until when somebody counts as watching, and as watching the state of every block.
         self._watched, self._blocks_watched = -math.inf, -math.inf
-        # Whether the engine could not go on.
+        # Whether the engine could not continue.
         self.failed = False
         self._doing = Doing("loading", now())
         # For `doing` alone; the engine's own thread passes it on.
@@ -85,7 +85,7 @@ class EngineThread:
     # From any thread
 
     def start(self) -> None:
-        """Returns when the engine is built; raises what building it raised, when the thread has gone."""
+        """Returns when the engine is built; if building it raised, raises that once the thread has ended."""
         self._thread.start()
         try:
             self._ready.result()
@@ -96,13 +96,13 @@ class EngineThread:
             raise
 
     def submit(self, jobs: list[Job]) -> None:
-        """Start all of `jobs` or none. Raises OverloadedError at once; other refusals come as the job's event."""
+        """Start all of `jobs` or none. Raises OverloadedError at once; other rejections arrive as the job's event."""
         with self._lock:
             self.check_open()
             if self.open_jobs + len(jobs) > self._room:
                 raise OverloadedError(
-                    f"{self.open_jobs} requests are running or waiting and {self._room} may; try again later "
-                    "(--max-waiting changes that)",
+                    f"{self.open_jobs} requests are running or waiting, the limit is {self._room}; try again later "
+                    "(--max-waiting changes it)",
                     retry_after=2,
                 )
             self._submitted += len(jobs)
@@ -121,7 +121,7 @@ class EngineThread:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function(engine))
-                except Exception as error:  # noqa: BLE001  it is raised where the result is asked for
+                except Exception as error:  # noqa: BLE001  it is raised where the result is requested
                     future.set_exception(error)
 
         with self._lock:
@@ -130,9 +130,9 @@ class EngineThread:
         return future
 
     def look(self, blocks: bool = False) -> View:
-        """The engine as it was after a step not long ago; soon with the state of every block, if wanted.
+        """The engine as it was after a recent step; soon with the state of every block, if wanted.
 
-        Waits for nothing: in the midst of a long step it is the picture from before it.
+        Never blocks: during a long step it is the snapshot from before it.
         """
         assert self._view is not None, "the engine was not started"
         now, before = self._now(), self._watched
@@ -140,12 +140,12 @@ class EngineThread:
         if blocks:
             self._blocks_watched = self._watched
         if now >= before and not self._stopping:
-            # It may be idle, and look up only when something is asked for.
+            # It may be idle, and wakes up only for an order.
             self._orders.put(lambda engine: None)
         return self._view
 
     def check_open(self) -> None:
-        """Raises OverloadedError if it is stopping. With the lock held, an order that is let in is also carried out."""
+        """Raises OverloadedError if it is stopping. With the lock held, an accepted order is also carried out."""
         if self._stopping:
             raise OverloadedError("the server is shutting down", retry_after=5)
 
@@ -186,14 +186,14 @@ class EngineThread:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is asked for that has not been carried out."""
+        """Whether all orders have been carried out."""
         return self._orders.empty()
 
     def stop(self, grace: float = 10.0, step_limit: float = math.inf) -> None:
-        """Refuse new jobs, let those there are run for `grace` seconds, cancel the rest, close the engine.
+        """Reject new jobs, let existing ones run for `grace` seconds, cancel the rest, close the engine.
 
         Raises StuckError if the grace is over and the step in flight has taken more than `step_limit` seconds: then
-        nothing was closed, and the process had better end.
+        nothing was closed, and the process should exit.
         """
         with self._lock:
             if self._stopping:
@@ -204,7 +204,7 @@ class EngineThread:
         self._thread.join(LOOK_SECONDS)
         while self._thread.is_alive():
             if self._now() >= self._deadline and self.stuck(step_limit):
-                raise StuckError(f"{self.complaint(step_limit)}; what was cached in memory alone is lost")
+                raise StuckError(f"{self.complaint(step_limit)}; what was cached only in memory is lost")
             self._thread.join(LOOK_SECONDS)
         _wait_until_gone(self._thread)
 
@@ -225,7 +225,7 @@ class EngineThread:
             while self.turn(engine):
                 pass
         except BaseException:
-            log.critical("the engine cannot go on; all requests end", exc_info=True)
+            log.critical("the engine cannot continue; all requests end", exc_info=True)
             self.failed = True
         self.close(engine)
 
@@ -238,9 +238,9 @@ class EngineThread:
         return engine
 
     def turn(self, engine: Engine, wait: bool = True) -> bool:
-        """Carry out what was asked for, end what waited too long, make one step; False when it is time to end.
+        """Carry out orders, end what waited too long, run one step; False when it is time to end.
 
-        With nothing to do, `wait` until something is asked for.
+        With nothing to do, `wait` for an order.
         """
         if self._take_orders(engine, wait):
             return False
@@ -255,7 +255,7 @@ class EngineThread:
         return True
 
     def close(self, engine: Engine) -> None:
-        """End all jobs, whatever state the engine is in, and let go of it."""
+        """End all jobs, whatever state the engine is in, and drop it."""
         with self._lock:
             self._stopping = True
         self._begin("closing")
@@ -264,14 +264,14 @@ class EngineThread:
         except Exception:
             log.exception("the engine could not be closed")
         self._engine = None
-        # Those that came too late, too.
+        # Including those that arrived too late.
         while not self._orders.empty():
             order = self._orders.get()
             try:
                 if order is not None:
                     order(engine)
             except Exception:
-                log.exception("an order to an engine that is closed failed")
+                log.exception("a command to a closed engine failed")
         self._jobs.close()
         self._begin("ended")
 
@@ -279,13 +279,13 @@ class EngineThread:
         self._doing = Doing(what, self._now())
 
     def _take_orders(self, engine: Engine, wait: bool) -> bool:
-        """Do what was asked for; with nothing else to do, wait for it. True when it is time to end."""
+        """Carry out orders; with nothing else to do, wait for one. True when it is time to end."""
         while True:
             if self._stopping and (engine.idle or self._now() >= self._deadline):
                 return True
             idle = engine.idle and not self._stopping
             watched = self._now() < self._watched
-            # Steps make copies for colder tiers, also while nothing else is to do.
+            # Steps make copies for colder tiers, even if there is nothing else to do.
             sharing = engine.prefix.unshared
             if idle:
                 self._begin("idle")

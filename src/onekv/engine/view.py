@@ -1,8 +1,8 @@
-"""What there is, for eyes outside of the engine's thread: plain figures, and an immutable picture of all of it.
+"""The engine's state for other threads: plain figures, and an immutable snapshot of everything.
 
-`Stats` is what each part says of itself, gathered. A `View` adds the requests and, if somebody wants it, the state of
-every block. Both are made between two steps, in the thread that owns the engine, and can then be read by any. What the
-blocks contain is read by `contents.py`.
+`Stats` collects what each part reports about itself. A `View` adds the requests and, if wanted, the state of every
+block. Both are created between two steps, in the thread that owns the engine, and can then be read by any thread. What
+the blocks contain is read by `contents.py`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from .speculation.control import SpeculationStats
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes: by owner, as MLX counts them for the whole process, and as the system counts all of the process."""
+    """Bytes: by owner, as MLX counts them for the whole process, and as the system counts the process."""
 
     weights: int
     pool: int
@@ -114,7 +114,7 @@ def read_stats(engine: Engine) -> Stats:
 
 @dataclass(frozen=True)
 class RequestView:
-    """A request that has not ended: `number` is one of its own for as long as it is there; `age` is in seconds."""
+    """A request that has not ended: `number` is unique among those in progress; `age` is in seconds."""
 
     number: int
     state: RequestState
@@ -124,7 +124,7 @@ class RequestView:
     stored_tokens: int
     generated_tokens: int
     max_tokens: int
-    # Tokens that were guessed to be next, and those of them that were.
+    # Proposed tokens, and how many of them were accepted.
     proposed_tokens: int
     accepted_tokens: int
     age: float
@@ -136,7 +136,7 @@ class View:
     time: float
     stats: Stats
     requests: tuple[RequestView, ...]
-    # Of each pool a byte per block (`memory.figures`); None unless they were asked for.
+    # Of each pool a byte per block (`memory.figures`); None unless they were requested.
     blocks: tuple[bytes, ...] | None = None
 
 

@@ -4,7 +4,7 @@ numba keeps an index of numbered files instead, without a lock. Two processes th
 at the same time take the same number, and from then on one signature runs the machine code of the other: wrong numbers,
 or a crash, until somebody deletes the files. Here a file's name says what is in it, so there is nothing to agree on. A
 file appears whole, by renaming, and begins with a digest of the rest: what is damaged is compiled again. A file that
-cannot be written is a warning; the process goes on with what it has in memory.
+cannot be written is a warning; the process continues with what it has in memory.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class CompiledFiles:
             self._remove_others()
         except OSError as error:
             log.warning(
-                "onekv: compiled loops cannot be kept in %s (%s): every start compiles them", self._folder, error
+                "onekv: compiled loops cannot be cached in %s (%s): every start compiles them", self._folder, error
             )
 
     def flush(self) -> None:

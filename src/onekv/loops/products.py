@@ -23,10 +23,10 @@ from .threads import threads
 Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
 
-COMPILING = "onekv: compiling matrix products for this processor; that is done once and takes about 10 s"
+COMPILING = "onekv: compiling matrix products for this processor; this is done once and takes about 10 s"
 GROUPS = {32: 0, 64: 1, 128: 2}
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-# Up to so many bytes of weights, times rows, a second thread takes longer to wake than it saves.
+# Up to this many bytes of weights, times rows, a second thread takes longer to wake than it saves.
 ALONE = 100_000
 
 
@@ -84,7 +84,7 @@ class Product(ABC):
 
     @abstractmethod
     def _multiply(self, x: Floats, out: Floats, count: int) -> None:
-        """By so many threads."""
+        """With this many threads."""
 
 
 class Plain(Product):

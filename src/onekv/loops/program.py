@@ -31,10 +31,10 @@ from . import call, tapes
 from .graph import Graph, Operation
 from .primitives import Array, Shape
 
-COMPILING = "onekv: compiling small operations for this processor; that is done once and takes some seconds"
+COMPILING = "onekv: compiling small operations for this processor; this is done once and takes some seconds"
 # What gives a view of its input, where it can.
 VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unflatten"}
-# Constants up to so many numbers are copied where tapes find them.
+# Constants up to this many numbers are copied where tapes find them.
 SMALL = 1 << 16
 
 Step = Callable[[], Any]
@@ -102,11 +102,11 @@ class _Maker:
     # Places
 
     def _place(self, shape: Shape, dtype: Any, until: int | None) -> Array:
-        """Room for an array that is read at `until` for the last time, or for ever."""
+        """Room for an array that is read at `until` for the last time, or forever."""
         if dtype != np.float32:
             return np.empty(shape, dtype)
         size = _lines(shape)
-        # What stays for ever is not where operations before it, in the next run, would write.
+        # What stays forever is not where operations before it, in the next run, would write.
         if until is not None and self._free[size]:
             start = self._free[size].pop()
         else:

@@ -5,7 +5,7 @@ import numpy as np
 
 from . import call
 
-COMPILING = "onekv: compiling attention of prompts for this processor; that is done once and takes some seconds"
+COMPILING = "onekv: compiling prompt attention for this processor; this is done once and takes some seconds"
 
 
 def weigh(scores: mx.array, tokens: int, causal: bool) -> mx.array:

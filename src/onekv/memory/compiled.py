@@ -36,7 +36,7 @@ class CompiledDecode:
         self._functions: OrderedDict[Any, Function] = OrderedDict()
 
     def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
-        """Logits [rows, vocabulary] after each of `tokens`, of which each sequence has so many of `counts`.
+        """Logits [rows, vocabulary] after each of `tokens`, of which sequence i has `counts[i]`.
 
         Raises Untraceable.
         """

@@ -88,12 +88,12 @@ class KVMemory:
         """Inside, the model may be called once with the caches given; `sequences` get `count` tokens each.
 
         A list of counts is for rows of different lengths; the model is given rows as long as the longest, with any
-        tokens behind the others. Recurrent states would take those for real: there all counts must be equal. With
+        tokens after the others. Recurrent states would take those for real: there all counts must be equal. With
         `spread` the model is given a row for each token, those of one sequence after each other. If the step is
         interrupted, the sequences are as they were and it can be made again.
         """
         counts = [count] * len(sequences) if isinstance(count, int) else count
-        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model are of one length"
+        assert not self.state_layers or len(set(counts)) == 1, "rows of a recurrent model have the same length"
         assert not self.state_layers or not spread or max(counts) == 1, "a recurrent state has one token a step"
         step = Step(sequences, counts, self._previous, spread)
         self._load_states(sequences)
@@ -137,7 +137,7 @@ class KVMemory:
 
         A recurrent state cannot be taken back.
         """
-        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be taken back"
+        assert not self.state_layers or length == sequence.length, "a recurrent state cannot be rolled back"
         sequence.truncate(length)
 
     @contextmanager
@@ -177,7 +177,7 @@ class KVMemory:
     def current(self) -> Step:
         """The step that is being made."""
         step = self._holder.step
-        assert step is not None, "no step is being made"
+        assert step is not None, "no step is in progress"
         return step
 
     @property
@@ -234,7 +234,7 @@ class KVMemory:
         return self.states_of(sequence)
 
     def restore(self, sequence: Sequence, states: list[State]) -> None:
-        """Let a sequence that has no states yet go on from those that `keep_states` or `make_states` gave."""
+        """Let a sequence that has no states yet continue from those that `keep_states` or `make_states` gave."""
         sequence.states = states
 
     def make_states(self, data: memoryview) -> list[State]:

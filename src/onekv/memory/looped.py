@@ -68,7 +68,7 @@ class Recorder:
     def __call__(self, layer: PagedLayer, group: int, call: Call, new: Pair | None) -> mx.array:
         reach, attend = call.step.reach(call.mask), choose(layer.kv, call.step.block_size)
         if reach is None or attend is None or not layer.stock:
-            raise Untraceable("a layer attends in a way that loops cannot")
+            raise Untraceable("a layer uses attention that loops do not support")
         how = (call.scale, reach, new is not None, call.sinks is not None)
         self.calls.append(Attention(attend, layer.kv, group, *how))
         self.outputs += [call.queries, *(new or ()), *([call.sinks] if call.sinks is not None else [])]
@@ -86,7 +86,7 @@ class LoopedDecode:
         self._threads: dict[int, Choice] = defaultdict(lambda: Choice(most()))
 
     def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
-        """Logits [rows, vocabulary] after each of `tokens`, of which each sequence has so many of `counts`; computed.
+        """Logits [rows, vocabulary] after each of `tokens`, of which sequence i has `counts[i]`; computed.
 
         Raises Untraceable.
         """
@@ -108,7 +108,7 @@ class LoopedDecode:
         return logits
 
     def _make(self, rows: int) -> tuple[Program, list[Attention]]:
-        """The program of steps of so many rows; made in such a step."""
+        """The program of steps of this many rows; made in such a step."""
         fixed = [mx.zeros(rows, mx.int32), mx.zeros(rows, mx.int32), mx.zeros((rows, 1), mx.int32)]
         # Once for the shapes of what attention gives.
         with traced():
@@ -127,7 +127,7 @@ class LoopedDecode:
         try:
             program = Program(forward, [*fixed, *examples], sections)
         except Unsupported as reason:
-            raise Untraceable(f"the model has an operation that loops cannot do: {reason}") from reason
+            raise Untraceable(f"the model has an operation that loops do not support: {reason}") from reason
         if BLOCKS in program.used:
             raise Untraceable("the model uses the mask of a decode step")
         for index in range(len(examples)):

@@ -172,7 +172,7 @@ class Grid:
         return self._matrices[heads]
 
     def work(self, kernel: Kernel, rows: int | None = None) -> Work:
-        """For the CUDA kernels. With `rows`, there are that many: those behind the grid's own are padding."""
+        """For the CUDA kernels. With `rows`, there are that many: those after the grid's own are padding."""
         rows = rows or len(self._ids)
         if (kernel, rows) not in self._works:
             size, padding = self.block_size, rows - len(self._ids)

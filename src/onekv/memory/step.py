@@ -1,7 +1,7 @@
 """What one forward pass needs to know, built once and used by every layer.
 
 A step is one or several sequences, each with any number of new tokens of its own. The model gets them as rows of one
-width, `count`, the most of them; what it is given behind a row's own tokens is neither stored nor read by anyone, and
+width, `count`, the most of them; what it is given after a row's own tokens is neither stored nor read by anyone, and
 what it makes of that is for nobody. For one sequence `offset` is a plain int (some models need that); for several it is
 an array with one position per row.
 
@@ -96,7 +96,7 @@ class GroupStep:
 
     @property
     def end(self) -> int:
-        """No row reads this position, or one behind it."""
+        """No row reads this position, or one after it."""
         return max(self.lengths) + self.count
 
     # Writing
@@ -201,7 +201,7 @@ class GroupStep:
     def make_mask(self, window: int | None, return_array: bool) -> mx.array | str | None:
         """The mask for what `read` gives: as mlx-lm's caches would, but equal however a prompt is cut into chunks."""
         if self.alike:
-            # What is behind a row's own tokens is later than they are: causality hides it.
+            # What is after a row's own tokens is later than they are: causality hides it.
             position, end = self.lengths[0], self.lengths[0] + self.count
             spans = [w for w in (window, self.rule.window) if w is not None]
             if self.count == 1 and (window is None or end - self.first <= window):
@@ -257,7 +257,7 @@ class GroupStep:
 
 
 class Step:
-    """Each of `sequences` gets so many of `counts` new tokens; makes room for them.
+    """Sequence i gets `counts[i]` new tokens; makes room for them.
 
     `rows` says whose each row of the step is, `lengths` at which position its first token is, and `counts` how many
     of its tokens are real.

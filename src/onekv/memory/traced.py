@@ -68,7 +68,7 @@ class TracedGrid:
 
 
 class TracedGroup(GroupStep):
-    """A group's part of a step of as many rows as `positions` has: those behind the group's own are padding."""
+    """A group's part of a step of as many rows as `positions` has: those after the group's own are padding."""
 
     def __init__(self, group: GroupStep, positions: mx.array, inputs: Inputs, shape: GroupShape, keys: Keys) -> None:
         padding = len(positions) - len(group.tables)
@@ -83,7 +83,7 @@ class TracedGroup(GroupStep):
 
     @property
     def first(self) -> int:
-        raise Untraceable("the model asks for the first position that a step reads")
+        raise Untraceable("the model needs the first position that a step reads")
 
     @cached_property
     def row_slots(self) -> mx.array:
@@ -95,7 +95,7 @@ class TracedGroup(GroupStep):
 
     @property
     def new_slots(self) -> mx.array:
-        raise Untraceable("what is new is stored by an operation of MLX")
+        raise Untraceable("new tokens are stored by an MLX operation")
 
 
 class TracedStep(Step):

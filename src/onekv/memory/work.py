@@ -42,7 +42,7 @@ class Kernel:
     heaviest: int
 
     def weight(self, rows: int) -> int:
-        """How much longer a piece of so many rows takes. Its queries are in one, two or four tiles."""
+        """How much longer a piece of this many rows takes. Its queries are in one, two or four tiles."""
         tiles = 4 if 2 * rows > self.most else 2 if 4 * rows > self.most else 1
         return max(1, self.heaviest * tiles // 4) if rows > 1 else 1
 

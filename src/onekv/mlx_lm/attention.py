@@ -21,7 +21,7 @@ from ..memory.device import kind
 from ..memory.hook import Mask
 from .slabs import Views, dense
 
-# On a GPU, up to so many tokens are done here.
+# On a GPU, up to this many tokens are done here.
 FEW_TOKENS = 16
 
 

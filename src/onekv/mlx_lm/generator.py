@@ -88,7 +88,7 @@ class BatchGenerator(StockBatchGenerator):  # type: ignore[misc]
         return prompts, generated
 
     def _end_all(self) -> list[Any]:
-        """Not every layer has stored the step's tokens, so no sequence can go on."""
+        """Not every layer has stored the step's tokens, so no sequence can continue."""
         self._unprocessed_sequences.clear()
         self._currently_processing.clear()
         for batch in (self._prompt_batch, self._generation_batch):

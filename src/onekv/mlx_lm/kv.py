@@ -93,7 +93,7 @@ class KVCache(StockKVCache, Attends):  # type: ignore[misc]
         return n
 
     def expect(self, length: int) -> None:
-        """Says how many tokens there will be in all, so that one slab is made for them."""
+        """Says how many tokens there will be in total, so that one slab is made for them."""
         self.columns.expected = length
 
     @property

@@ -1,6 +1,6 @@
 """How a stored cache is handed out without a copy: shared where that costs nothing, else lent.
 
-Shared: a cache whose content two holders can read while both go on. OneKV's KVCache counts references; ArraysCache
+Shared: a cache whose content two holders can read while both continue. OneKV's KVCache counts references; ArraysCache
 replaces its arrays and never writes into them; a CacheList is shared if all its parts are.
 
 Lent: any other cache is handed out as a twin, another object with the same attributes (one `__dict__` for both). What

@@ -67,7 +67,7 @@ def is_installed() -> bool:
 def install(kv_memory: int | str | None = None) -> None:
     """Make mlx-lm use OneKV's caches, prompt cache and attention from now on.
 
-    `kv_memory` limits what KVCache may hold in all: bytes, or a text like 4GiB or 50% (of the memory that is free now);
+    `kv_memory` limits the total that KVCache may hold: bytes, or a text like 4GiB or 50% (of free memory);
     by default 80% of what is free when it is first used.
     """
     check_version()

@@ -31,7 +31,7 @@ def in_order(array: mx.array, idx: int, keep: int, turned: bool) -> list[mx.arra
 
 
 def newest(array: mx.array, size: int, keep: int) -> list[mx.array]:
-    """The first `keep` columns and the last of the others, `size` in all; everything if that is less."""
+    """The first `keep` columns and the last of the others, `size` in total; everything if that is less."""
     excess = array.shape[2] - size
     if excess <= 0:
         return [array]

@@ -45,7 +45,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
             raise MemoryBudgetError(
                 f"a prompt of {prompt} tokens and up to {max_tokens} more need {format_size(needed)} of KV memory; "
                 f"of {format_size(SLABS.limit)}, {format_size(held + promised)} are held or promised to others; "
-                "send less, ask for less (max_tokens), or raise --kv-memory"
+                "shorten the prompt, lower max_tokens, or raise --kv-memory"
             )
 
     def _bytes_per_token(self) -> int:

@@ -6,8 +6,8 @@ a layer keeps of a sequence is a list of extents. Copying it copies extents; no 
 
     slab       | columns 0 .. capacity                                |
     extent a   | a reads these          |
-    extent b   | b reads these     |        b goes on in a slab of its own, because a's next columns are taken
-                                        ^ a may go on here: nobody else reads past it
+    extent b   | b reads these     |        b continues in a slab of its own, because a's next columns are taken
+                                        ^ a may continue here: nobody else reads past it
 
 Growth is another slab: nothing is moved, and what is there stays where it is. `SLABS` counts the bytes of all slabs
 that are alive against a limit. When that is reached, caches that hold old conversations are asked to let go of some.
@@ -88,7 +88,7 @@ class Slabs:
         if size > self.free:
             raise PoolFullError(
                 f"KV memory is full: {format_size(size)} more are needed, {format_size(self.used)} of "
-                f"{format_size(self.limit)} are in use; raise kv_memory (--kv-memory) or send less at once"
+                f"{format_size(self.limit)} are in use; raise kv_memory (--kv-memory) or send fewer requests at once"
             )
         with self._lock:
             self.used += size
@@ -160,7 +160,7 @@ class Columns:
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
-        # How many tokens there will be in all, if somebody said so.
+        # How many tokens there will be in total, if somebody said so.
         self.expected = 0
 
     @classmethod

@@ -52,7 +52,7 @@ def follow(group: Group) -> NoReturn:
 
 
 def _end_with_rank_0(link: Link) -> None:
-    """Ctrl-C in a terminal reaches every rank. Rank 0 shuts down in good order, for which it needs the followers."""
+    """Ctrl-C in a terminal reaches every rank. Rank 0 shuts down cleanly, for which it needs the followers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -7,7 +7,7 @@ with status 70, without closing anything; the disk cache is consistent at all ti
     another rank has been silent for `limit` seconds; each sends a heartbeat every second
     a joint operation (`busy`) takes longer than `limit` seconds
     the process that started it is gone: mlx.launch, if killed, would leave its ranks running. Here the rank sends
-    itself SIGTERM, which ends all ranks in good order
+    itself SIGTERM, which ends all ranks cleanly
 
 Loading a model, and writing the cache at shutdown, are not limited.
 """

@@ -59,7 +59,7 @@ class RankedTier:
         """Reduced to the parts that all ranks have."""
         if not entries:
             return []
-        with self._links.guard.busy("a look-up in all disk caches"):
+        with self._links.guard.busy("a lookup in all disk caches"):
             self._links.tell("has", keys=[entry.address.key.hex() for entry in entries])
             others = self._links.answers()
         common = []

@@ -1,15 +1,15 @@
-"""Where a prompt leaves the cached conversation that it has most in common with.
+"""Where a prompt diverges from the cached conversation that it has most in common with.
 
     cached:   [ same .................. ][ other words ][ the same again ......... ]
     prompt:   [ same .................. ][ its words ][ the same again .............. ]
                                          ^ position
 
-A conversation that simply goes on leaves nothing: what is cached ends there. A branch that has much in common with the
-prompt again further on is what a client's clock or header makes: all of that is computed once more.
+A conversation that simply continues does not diverge: what is cached ends there. If a branch matches the prompt again
+further on, a client's clock or header has changed in between: all that follows it is recomputed.
 
-It is looked for once, when a sequence starts, in the tree of its own salt in RAM, and takes one walk: the tree is
-followed along what was used last, and what both have again must begin within `WINDOW` tokens. Nothing of the tree is
-kept but the few tokens that are shown.
+This is searched once, when a sequence starts, in the tree of its own salt in RAM, in a single walk: it follows the most
+recently used continuations, and both must match again within `WINDOW` tokens. Nothing of the tree is kept but the few
+tokens that are shown.
 """
 
 from bisect import bisect_left
@@ -23,15 +23,15 @@ from .index import TOKEN_BYTES, Match, Node, as_bytes, as_tokens, common
 SHOWN = 12
 # Tokens after the position in which both must meet again, and how many have to agree there.
 WINDOW, RUN = 1024, 16
-# Continuations of a block among which the one used last is looked for.
+# Continuations of a block among which the most recently used one is searched.
 BRANCHES = 64
 
 
 @dataclass(frozen=True)
 class Branch:
-    """After `position` tokens `cached` is what comes in the conversation, and `came` in the prompt: the first few.
+    """What follows after `position` tokens: `cached` in the conversation, `came` in the prompt; the first few tokens.
 
-    `again`: how many tokens of the prompt after that are in the conversation once more, in one piece.
+    `again`: how many later tokens of the prompt match the conversation again, contiguously.
     """
 
     position: int
@@ -41,7 +41,7 @@ class Branch:
 
 
 def branch_of(match: Match, tokens: list[int]) -> Branch | None:
-    """Where `tokens` leave what they have in common with the tree; None where nothing goes on there."""
+    """Where `tokens` diverge from the tree; None if nothing continues there."""
     # The last token of a prompt is never looked up.
     if match.length + 1 >= len(tokens):
         return None
@@ -57,7 +57,7 @@ def branch_of(match: Match, tokens: list[int]) -> Branch | None:
 
 
 def _after(match: Match, rest: bytes) -> Iterator[bytes]:
-    """The tokens that follow in the tree where `match` ends, block by block."""
+    """The tokens that follow the end of `match` in the tree, block by block."""
     node = _going_on(match, rest)
     if node is not None:
         yield node.tokens[match.common * TOKEN_BYTES :]
@@ -67,12 +67,12 @@ def _after(match: Match, rest: bytes) -> Iterator[bytes]:
 
 
 def _going_on(match: Match, rest: bytes) -> Node | None:
-    """The block in the midst of which `match` ends; where it ends with a block, one that follows."""
+    """The block in which `match` ends; if it ends on a block boundary, one that follows."""
     parent = match.nodes[-1] if match.nodes else match.root
     if match.tail is None:
         return _used_last(parent) if parent.children else None
     begun = match.tail.tokens[: match.common * TOKEN_BYTES]
-    # `match.tail` may end here while another with the same tokens goes on. These are neighbours in order.
+    # `match.tail` may end here while another with the same tokens continues. These are neighbours in order.
     at = bisect_left(parent.ordered, begun + rest)
     near = (each for each in parent.ordered[max(0, at - 1) : at + 1] if each.startswith(begun) and each != begun)
     return next((parent.children[each] for each in near), None)
@@ -83,7 +83,7 @@ def _used_last(parent: Node) -> Node:
 
 
 def _again(cached: bytes, after: Iterator[bytes], rest: bytes) -> int:
-    """How many tokens of `rest` are in `cached`, and in what follows `after` it, from where both meet again."""
+    """How many tokens of `rest` are in `cached`, and in what follows `after` it, from where both match again."""
     size, run = TOKEN_BYTES, RUN * TOKEN_BYTES
     window = rest[: WINDOW * size]
     places: dict[bytes, int] = {}

@@ -1,7 +1,7 @@
-"""What a sequence can start from: leases on cached blocks, and what concerns the whole of the cache.
+"""What a sequence can start from: leases on cached blocks, and operations on the whole cache.
 
-`open` finds what is cached of a prompt (find.py) and leases it (lease.py); from then on the lease is what its owner
-talks to. Switched off, it gives leases that start from nothing and leave nothing behind.
+`open` finds what is cached of a prompt (find.py) and leases it (lease.py); from then on its owner uses the lease. If
+the cache is off, leases start from nothing and leave nothing behind.
 
 Recurrent states are stored as snapshots, references to immutable arrays, each with the length it is the state of.
 """
@@ -38,7 +38,7 @@ class PrefixCache:
         now: Callable[[], float] = time.perf_counter,
         enabled: bool = True,
     ) -> None:
-        """Evicted blocks go to the first of `tiers` that takes them; with `write_through` all do, as soon as full."""
+        """Evicted blocks go to the first of `tiers` that accepts them; with `write_through` all do once full."""
         self.enabled = enabled
         self._memory = memory
         self.index = Index(fingerprint, memory.block_size, now)
@@ -57,11 +57,11 @@ class PrefixCache:
     def open(
         self, tokens: list[int], max_length: int, salt: str = "", seconds: float = 0.0, alone: bool = False
     ) -> Lease:
-        """A lease for `tokens` that has stored as many of them as are cached, but never the last one.
+        """A lease for `tokens` that starts with as many of them as are cached, but never the last one.
 
         It may be loading first. Raises NotKnownYet if a tier has not answered within `seconds`, BeingRead if another
-        one loads what this one needs, OutOfBlocks if what is left to compute cannot be promised; in all cases nothing
-        has changed, and it can be tried again. With `alone` it starts from nothing and leaves nothing.
+        lease loads what this one needs, OutOfBlocks if what is left to compute cannot be reserved; in all cases nothing
+        has changed, and it can be retried. With `alone` it starts from nothing and leaves nothing.
         """
         if not self.enabled or alone:
             return Lease(self._store, self._loader, self._nothing(salt), max_length, tokens, None, publishes=False)
@@ -83,17 +83,17 @@ class PrefixCache:
         return Lease(self._store, self._loader, found, max_length, tokens, missed)
 
     def _branch(self, found: Found, tokens: list[int]) -> Branch | None:
-        # What goes on on disk is not known.
+        # What continues on disk is not known.
         return branch_of(found.match, tokens) if found.known == found.match.length else None
 
     def _nothing(self, salt: str) -> Found:
         return Found(self.index.match(b"", salt, 0), [], 0, 0)
 
     def load(self, leases: Sequence[Lease], seconds: float) -> list[tuple[Lease, bool]]:
-        """Read what loading `leases`, all that there are, wait for; for about `seconds`, and with no step in the air.
+        """Read what loading `leases` (all of them) wait for; for about `seconds`, and with no step in flight.
 
-        Gives those that have ended loading, and whether that went well. If not, the lease was released; open another:
-        what could not be read is not offered a second time.
+        Returns those that are done loading, and whether it succeeded. If not, the lease was released; open another:
+        what could not be read is not offered again.
         """
         by_loading = {lease.loading: lease for lease in leases}
         ended = []
@@ -108,11 +108,11 @@ class PrefixCache:
         return ended
 
     def loadable(self, seconds: float) -> bool:
-        """Whether `load` would read something now; waits for that for at most about `seconds`."""
+        """Whether `load` would read something now; waits at most about `seconds` for that."""
         return self._loader.ready(seconds)
 
     def being_read(self) -> Iterator[tuple[int, int]]:
-        """(group, block) of all that is on its way from colder tiers."""
+        """(group, block) of everything in flight from colder tiers."""
         return self._loader.places()
 
     def probe(
@@ -134,7 +134,7 @@ class PrefixCache:
     # All of it
 
     def clear(self) -> None:
-        """Forget everything that no running sequence uses and that is not pinned; in colder tiers, everything."""
+        """Drop everything that no running sequence uses and that is not pinned; in colder tiers, everything."""
         self.forget()
         self._offload.clear()
         listener, nodes = self.index.listener, self.index.nodes.values()
@@ -146,18 +146,18 @@ class PrefixCache:
         self._store.clear()
 
     def store_all(self) -> Iterator[tuple[int, int]]:
-        """Offer to the colder tiers all that is cached and fits there, waiting for it; gives (bytes done, in all)."""
+        """Write everything cached that fits to the colder tiers, waiting for it; yields (bytes done, in total)."""
         return self._offload.everything()
 
     def close(self) -> None:
-        """Forget everything, tell whoever listens, close the colder tiers."""
+        """Drop everything, notify the listener, close the colder tiers."""
         self.forget()
         self._stop_listening()
         for tier in self.tiers:
             tier.close()
 
     def share(self, seconds: float) -> None:
-        """Copy what is cached to tiers that others read, too, as they want it, for about `seconds`."""
+        """Copy cached blocks that shared tiers want, for about `seconds`."""
         self._offload.share(seconds)
 
     @property
@@ -166,26 +166,26 @@ class PrefixCache:
         return self._offload.unshared
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """So many tokens of prompts were computed in that time: what reading has to beat."""
+        """This many prompt tokens were computed in that time: the speed that reading has to beat."""
         for tier in self.tiers:
             tier.computed(tokens, seconds)
 
     def recent(self, tokens: int) -> Recent:
-        """What the colder tiers hold: about `tokens` in each of those used last. For the start, not for a request."""
+        """What the colder tiers hold: about `tokens` most recently used ones in each. For startup, not for requests."""
         count = -(-tokens // self._memory.block_size) if self.enabled else 0
         return Recent(self.index, [address for tier in self.tiers for address in tier.recent(count)])
 
     # Who listens
 
     def listen(self, listener: Listener) -> None:
-        """`listener` hears of every whole block that is in RAM now, and that comes or goes from now on."""
+        """`listener` is told of every whole block in RAM now, and of every one added or removed from now on."""
         for node in self.index.nodes.values():
             if self.index.full(node):
                 listener(stored(node))
         self.index.listener = listener
 
     def _stop_listening(self) -> None:
-        """Whoever listens hears that nothing is there any more, and then nothing."""
+        """Tell the listener that everything is gone, and nothing after that."""
         listener, self.index.listener = self.index.listener, None
         if listener is not None:
             # What continues a node is younger than the node.
@@ -209,7 +209,7 @@ class PrefixCache:
         return path[-1].end if path else 0
 
     def unpin(self, tokens: list[int], salt: str = "") -> None:
-        """Take back one pin of `tokens`: of what was pinned then, not of what is cached now."""
+        """Undo one pin of `tokens`: of what was pinned then, not of what is cached now."""
         name = (salt, as_bytes(tokens))
         if name in self._pins:
             self._unpin(name, self._pins[name][-1])
@@ -228,7 +228,7 @@ class PrefixCache:
         return self._pin(path, self.index.salt_of(node), b"".join(each.tokens for each in path))
 
     def unpin_node(self, node: Node) -> None:
-        """Take back one pin that ends at `node`, if there is one."""
+        """Undo one pin that ends at `node`, if there is one."""
         found = ((name, path) for name, paths in self._pins.items() for path in paths if path and path[-1] is node)
         if (pin := next(found, None)) is not None:
             self._unpin(*pin)
@@ -238,14 +238,14 @@ class PrefixCache:
         return frozenset(path[-1].key for paths in self._pins.values() for path in paths if path)
 
     def drop_node(self, node: Node) -> int:
-        """Forget `node` and what continues it, in the colder tiers, too, unless it is in use or pinned.
+        """Drop `node` and its continuations, in the colder tiers, too, unless in use or pinned.
 
-        Returns how many nodes are gone. What continues it in a colder tier alone stays there.
+        Returns how many nodes are gone. Continuations that are only in a colder tier stay there.
         """
         return self._store.drop(node)
 
     def refusal(self) -> MemoryBudgetError:
-        """Why nothing can be admitted although nothing runs: what is left is pinned."""
+        """Why nothing can be admitted although nothing runs: the rest is pinned."""
         pinned = sum(int(pool.pinned.sum()) * pool.block_bytes for pool in self._memory.pools)
         total = sum(pool.nbytes for pool in self._memory.pools)
         return MemoryBudgetError(
@@ -273,7 +273,7 @@ class PrefixCache:
         self._store.check_integrity()
         for node in (node for paths in self._pins.values() for path in paths for node in path):
             if self.index.nodes.get(node.key) is not node or not node.pins:
-                raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned and not cached any more")
+                raise IntegrityError(f"the node of tokens {node.start} to {node.end} is pinned and no longer cached")
         nodes = self.index.nodes.values()
         groups = range(len(self._memory.pools))
         self._memory.check_integrity([[node.blocks[g] for node in nodes if held(node, g)] for g in groups])

@@ -1,17 +1,17 @@
-"""What changes in the prefix index, for whoever keeps a copy of it elsewhere: a router, a test.
+"""Changes to the prefix index, for copies of it elsewhere: a router, a test.
 
-The index tells one listener of every whole block of tokens that it gets or loses, at once and in order, in the engine's
-thread (`Index.listener`, set by `PrefixCache.listen`). Without a listener nothing is made. Partial blocks, which change
-with every turn and are found only by who holds the tokens, are not told of.
+The index reports every whole block of tokens that is added or removed to one listener, at once and in order, in the
+engine's thread (`Index.listener`, set by `PrefixCache.listen`). Without a listener no events are created. Partial
+blocks, which change with every turn and are only found by comparing tokens, are not reported.
 
-A listener must neither block nor raise. `Unsent` is one that keeps what changed until another thread takes it:
+A listener must neither block nor raise. `Unsent` is one that keeps changes until another thread takes them:
 
-    engine's thread    add, add, add ...        O(1) each; never waits for who takes
+    engine's thread    add, add, add ...        O(1) each; never waits for the other thread
     another thread     take                     all of it, in an order that can be applied
 
-It holds the difference between what was taken and what is true now, not a queue: a block that came and went before
-anybody took it leaves nothing. So it is bounded by twice the blocks of the index, however slow the other thread is, and
-nothing is ever lost.
+It holds the difference between what was taken and the current state, not a queue: a block that is added and removed
+before anything is taken leaves no trace. So it is bounded by twice the blocks of the index, however slow the other
+thread is, and nothing is ever lost.
 """
 
 import threading
@@ -30,14 +30,14 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The block `key` is not there any more. What continues it was removed before."""
+    """The block `key` is gone. Its continuations were removed before."""
 
     key: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing is there. All that was has been told as removed before."""
+    """The index is empty. Every block has been reported as removed before."""
 
 
 Event = Stored | Removed | Cleared
@@ -46,7 +46,7 @@ Listener = Callable[[Event], None]
 
 class Unsent:
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        """It begins with `Cleared`: who takes from it knows nothing yet. `wake` is called when there is something."""
+        """It begins with `Cleared`: the taker knows nothing yet. `wake` is called when there is something to take."""
         self._wake = wake
         self._lock = threading.Lock()
         # Before everything was cleared, if it was, and since. At most one event for each block.
@@ -75,7 +75,7 @@ class Unsent:
             self._wake()
 
     def take(self) -> list[Event]:
-        """All that has changed since the last time; what follows a block comes after it."""
+        """Everything that has changed since the last call; a block comes before its continuations."""
         with self._lock:
             taken = [*self._before, *([Cleared()] if self._cleared else []), *self._since.values()]
             self._before, self._cleared, self._since = [], False, {}

@@ -3,7 +3,7 @@
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
-# Keys of blocks that are gone, remembered with the reason, to tell that from "never seen".
+# Keys of removed blocks, remembered with the reason, to distinguish that from "never seen".
 REMEMBERED = 65536
 
 NO_SNAPSHOT = "no snapshot at that length"
@@ -43,7 +43,7 @@ class Figures:
             self.misses[missed] += 1
 
     def remember(self, key: bytes, reason: str) -> None:
-        """The block `key` is not cached any more."""
+        """The block `key` is no longer cached."""
         self._gone[key] = reason
         if len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)

@@ -1,8 +1,8 @@
 """How much of a prompt is cached: in RAM, and where that ends or lacks something, in the colder tiers.
 
-What is found is a path of `Link`s, one per block, and the length at which a sequence can continue on it. RAM alone is
-asked first; the tiers only where they could lead further, in order: of a part that several have, the first one's is
-read. A tier that has to ask elsewhere may not know yet; then the same question is asked again later (`NotKnownYet`).
+The result is a path of `Link`s, one per block, and the length at which a sequence can continue on it. RAM is searched
+first; the tiers only if they could lead further, in order: a part that several of them have is read from the first. A
+remote tier may not know yet; then the same lookup is repeated later (`NotKnownYet`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from .index import TOKEN_BYTES, Index, Match, Node, as_bytes, held
 from .restore import Piece, restore_point
 from .snapshots import Snapshots
 
-# Keys asked for at once.
+# Keys looked up at a time.
 LOOK_AHEAD = 256
 
 
@@ -60,7 +60,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Found:
-    """A sequence can continue at `length` on `path`; `known` tokens of the prompt are known at all."""
+    """A sequence can continue at `length` on `path`; `known` tokens of the prompt are known in any form."""
 
     match: Match
     path: list[Link]
@@ -127,7 +127,7 @@ class Finder:
         return self._in_memory(self._index.match(data, salt, limit, touch=False), data, limit, touch=False).length
 
     def whole_blocks(self, found: Found) -> Found:
-        """Only what needs no block of its own, neither copied nor taken over."""
+        """Only whole blocks, so that none has to be copied or taken over."""
         nodes = found.match.nodes
         length = self._restore_point(self._pieces(nodes, len(nodes) * self._size))
         return Found(found.match, [Link(node, None, {}) for node in nodes], length, found.known)
@@ -148,7 +148,7 @@ class Finder:
     # In the tiers
 
     def _with_tiers(self, match: Match, tokens: bytes, limit: int, seconds: float) -> tuple[list[Link], int]:
-        """The path of all that is known of the first `limit` tokens, anywhere, and how far it leads."""
+        """The path of everything known of the first `limit` tokens, in any tier, and how far it leads."""
         tokens = tokens[: limit * TOKEN_BYTES]
         known = self._ask([node.key for node in match.nodes] if self._mixed else [], seconds)
         links = [Link(node, None, _tiers_of(known.get(node.key, []))) for node in match.nodes]
@@ -181,8 +181,8 @@ class Finder:
     def _following(self, parent: bytes, tokens: bytes, first: int, seconds: float) -> Iterator[Link]:
         """The whole blocks after `first` of them that the tiers have enough of.
 
-        Layers of full attention allow no gap. Without such layers a block may lack everything: what counts is a window
-        or a state further on.
+        Full-attention layers allow no gap. Without such layers a block may lack everything: only a window or a state
+        further on counts.
         """
         size = self._size * TOKEN_BYTES
         starts = range(first * size, len(tokens) - size + 1, size)
@@ -218,7 +218,7 @@ class Finder:
         return max((link for link in links if self._usable(link)), key=lambda link: link.end, default=None)
 
     def _usable(self, link: Link) -> bool:
-        """Whether the tiers have it for all layers of full attention: without them nothing else counts."""
+        """Whether the tiers have it for all full-attention layers: without them nothing else counts."""
         return all(group in link.tiers for group in self._full)
 
     def _reach(self, links: list[Link]) -> int:

@@ -3,7 +3,7 @@
     root (one per salt) -> node: tokens [0, 64) -> node: [64, 128) -> node: [128, 150), a partial block
                                                 \\-> node: [64, 128), other tokens
 
-A node's key is the hash of its parent's key and its tokens, so a full block is found with one look-up and stands for
+A node's key is the hash of its parent's key and its tokens, so a full block is found with one lookup and identifies
 everything before it. Tokens are kept and compared. Partial blocks are leaves: the ends of sequences.
 """
 
@@ -37,7 +37,7 @@ class Node:
         self.ordered: list[bytes] = []
         # When it was used last: as a count of all uses, which no two nodes share, and by the clock.
         self.last_used, self.used_at = 0, 0.0
-        # Running sequences that go on from here.
+        # Running sequences that continue from here.
         self.leases = 0
         self.pins = 0
 
@@ -74,7 +74,7 @@ class Index:
         self._fingerprint, self._block_bytes = fingerprint, block_size * TOKEN_BYTES
         self.roots: dict[str, Node] = {}
         self.nodes: dict[bytes, Node] = {}
-        # Hears of every whole block that comes or goes (events.py).
+        # Is told of every whole block that is added or removed (events.py).
         self.listener: Listener | None = None
         self._clock = 0
 
@@ -85,7 +85,7 @@ class Index:
         return self.roots[salt]
 
     def salt_of(self, node: Node) -> str:
-        """Whose `node` is."""
+        """The salt that `node` belongs to."""
         while node.parent is not None:
             node = node.parent
         return next(salt for salt, root in self.roots.items() if root is node)
@@ -195,13 +195,13 @@ def common(a: bytes, b: bytes) -> int:
 
 
 def address_of(node: Node) -> Address:
-    """The node as tiers know it."""
+    """The node's address in tiers."""
     assert node.parent is not None, "a root has no content"
     return Address(node.key, node.parent.key, node.start, node.tokens)
 
 
 def stored(node: Node) -> Stored:
-    """That the node is there, as listeners hear of it."""
+    """The event for listeners that the node was stored."""
     assert node.parent is not None, "a root has no content"
     # The key of a root is made of the salt alone, and is nobody's business.
     return Stored(node.key, node.parent.key if node.parent.parent is not None else None, node.tokens)

@@ -1,14 +1,14 @@
 """One sequence's hold on memory, from the first block it shares to the last it leaves behind.
 
-A lease is made on what was found cached, in this order and nowhere else:
+A lease on what was found in the cache is created in this order and nowhere else:
 
     find       (before it) where the sequence can continue, see find.py
-    share      refer to the cached blocks that it reads; they cannot be evicted from here on
-    reserve    promise the rest of its worst case, in every group; if that cannot be, nothing has changed
-    make room  evict what the next blocks need, just before
-    take       blocks of its own: for what is read from a colder tier, for a partial block, for new tokens (`grow`)
-    publish    each block it fills enters the index; if it is known there, that one is used and its own is free again
-    release    `finish` leaves all of it cached; `discard` forgets what it computed
+    share      reference the cached blocks that it reads; they cannot be evicted from here on
+    reserve    the rest of its worst case, in every group; if that is impossible, nothing has changed
+    make room  evict what the next blocks need, just before they are taken
+    take       its own blocks: for what is read from a colder tier, for a partial block, for new tokens (`grow`)
+    publish    each block it fills enters the index; if it is known there, that one is used and its own is freed
+    release    `finish` leaves all of it cached; `discard` drops what it computed
 
     tokens: [ shared blocks ...... | end | to compute ............ ]
               referenced             taken over, or one block copied
@@ -16,7 +16,7 @@ A lease is made on what was found cached, in this order and nowhere else:
     loading -> open -> released             loading: something is read from a colder tier; `open` from the start if not
        \\_________\\_____/
 
-Nothing is copied or moved for any of that, but for the one partial block of an end that others still need.
+Nothing of this copies or moves anything, except for the one partial block at an end that others still need.
 """
 
 from ..memory.device import settle
@@ -34,7 +34,7 @@ from .store import Store
 
 
 class BeingRead(Exception):
-    """Another sequence reads what this one needs from a colder tier: try again when it has."""
+    """Another sequence is reading what this one needs from a colder tier: retry once it has."""
 
 
 class Lease:
@@ -48,13 +48,13 @@ class Lease:
         missed: str | None,
         publishes: bool = True,
     ) -> None:
-        """Room for `max_length` tokens, which begin with `prompt`; what `found` says of it is there, or is loading.
+        """Room for `max_length` tokens, which begin with `prompt`; what was `found` of it is there, or is loading.
 
-        `missed` says why no more of it was cached. Raises OutOfBlocks or BeingRead; then nothing has changed.
+        `missed` is the reason why no more of it was cached. Raises OutOfBlocks or BeingRead; then nothing has changed.
         """
         self._store, self._loader, self._publishes = store, loader, publishes
         self._prompt, self.missed = prompt, missed
-        # Where the prompt leaves what is cached, if something else goes on there.
+        # Where the prompt diverges from the cache, if something else continues there.
         self.branch: Branch | None = None
         self._size = store.memory.block_size
         # Where a snapshot would have let the sequence start, had there been one.
@@ -175,7 +175,7 @@ class Lease:
             pool.release([block] if block != FORGOTTEN else [])
 
     def _continue_block(self, end: Node, length: int) -> None:
-        """Go on in the block that `length` lies in: `end`'s own if nobody else needs it, else a copy."""
+        """Continue in the block that contains `length`: `end`'s own if nobody else needs it, otherwise a copy."""
         pools, tables = self._store.pools, self.sequence.tables
         sole = all(not held(end, g) or pool.references[end.blocks[g]] == 1 for g, pool in enumerate(pools))
         if sole and length == end.end and not (end.children or end.pins or end.leases):
@@ -199,7 +199,7 @@ class Lease:
             self._store.memory.restore(self.sequence, states)
 
     def loaded(self) -> None:
-        """What was read is in its place: it is as if the sequence had computed it. If not all was, it is released."""
+        """Everything was read: it is as if the sequence had computed it. If something was not, it is released."""
         loading, self.loading = self.loading, None
         assert loading is not None and loading.ended, "a lease that is not loading, or that has not ended"
         if loading.failed:
@@ -217,15 +217,15 @@ class Lease:
             self._extend(group, self.sequence.length, self.sequence.length + count)
 
     def _extend(self, group: int, position: int, end: int) -> None:
-        """Room for [position, end) in one group: first what is not read any more goes, then what others can miss."""
+        """Room for [position, end) in one group: first release what is no longer read, then evict."""
         table = self.sequence.tables[group]
         table.forget(position)
         self._store.make_room(group, table.lacking(end))
         table.extend(end)
 
     def truncate(self, length: int) -> None:
-        """Take back the last tokens, which were not published: `length` are left."""
-        assert length >= self._at.end, "what is published cannot be taken back"
+        """Roll back the last tokens, which were not published: `length` are left."""
+        assert length >= self._at.end, "published blocks cannot be taken back"
         self._store.memory.truncate(self.sequence, length)
 
     def stops(self, prompt: list[int], stop_tokens: set[int]) -> list[int]:
@@ -275,7 +275,7 @@ class Lease:
         return self._store.enter(self._at, tokens, [table.blocks[index] for table in self.sequence.tables])
 
     def _use_known(self, node: Node) -> None:
-        """Computed by another at the same time: one copy stays, the one that is known."""
+        """Another sequence computed the same block: only the copy in the index is kept."""
         index = node.start // self._size
         for group, table in enumerate(self.sequence.tables):
             own = table.blocks[index]
@@ -331,7 +331,7 @@ class Lease:
         self._store.offload.want([used.key for used in reversed(path) if self._store.index.full(used)])
 
     def _leave(self) -> None:
-        """The sequence does not go on from its node any more."""
+        """The sequence no longer continues from its node."""
         node, self._node = self._at, None
         node.leases -= 1
         self._store.used(node)
@@ -343,14 +343,14 @@ class Lease:
             self.loading = None
 
     def release(self) -> None:
-        """Give back all that is held; what was published stays cached, and nothing more."""
+        """Release everything; what was published stays cached, and nothing else."""
         self._stop_loading()
         if self._node is not None:
             self._leave()
         self._store.memory.close(self.sequence)
 
     def discard(self) -> None:
-        """The sequence failed: forget all it computed, which may be what is wrong. No step may be in the air."""
+        """The sequence failed: drop everything it computed, which may be wrong. No step may be in flight."""
         blocks = [table.held for table in self.sequence.tables]
         self._stop_loading()
         node, self._node = self._node, None

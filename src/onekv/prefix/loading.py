@@ -1,11 +1,11 @@
-"""Bringing back what colder tiers have: a sequence is *loading* until all it lacks has been read into its blocks.
+"""Reading back from colder tiers: a sequence is *loading* until everything it lacks has been read into its blocks.
 
-Blocks are read some at a time, between two steps. Meanwhile the sequence holds its blocks like any other, and no other
-starts to read the same: it waits for this one.
+Blocks are read a few at a time, between two steps. Meanwhile the sequence holds its blocks like any other, and no other
+sequence starts to read the same ones: it waits for this one.
 
-    loading ->  loaded: its blocks are published, it goes on from there
+    loading ->  loaded: its blocks are published, it continues from there
             ->  failed: something could not be read; it is released and opened again, without that
-            ->  stopped: it is not wanted any more
+            ->  stopped: it is no longer wanted
 """
 
 import time
@@ -18,7 +18,7 @@ from ..memory.pool.blocks import Blocks, shared_memory, state_tensors, write_blo
 from ..memory.pool.sequence import State
 from ..tiers.base import STATES, Target, Tier
 
-# Parts asked for at once. Where other threads cannot copy them into the pool, this many, less than four, lie beside it.
+# Parts requested at a time. If other threads cannot copy them into the pool, this many, less than four, are buffered.
 AT_ONCE = 64 if shared_memory() else 2
 
 # A part of a node: the node's key, and a group or STATES.
@@ -79,7 +79,7 @@ class Loader:
         self._open.append(loading)
 
     def stop(self, loading: Loading) -> None:
-        """What is left of it will not be read; nothing is, where it was stopped before."""
+        """Stop reading the rest of it; does nothing if it was stopped before."""
         # Where reading raises, those that ended before are stopped, and nobody has heard of it.
         if loading not in self._open:
             return
@@ -95,7 +95,7 @@ class Loader:
         return any(tier.ready(parts, seconds / len(waits)) for tier, parts in waits)
 
     def _next(self) -> tuple[Loading, Tier, list[PartName]] | None:
-        """Of the oldest sequence whose tiers have something ready, some of that."""
+        """Some parts that are ready, for the oldest sequence that has any."""
         for loading in self._open:
             for tier, parts in loading.by_tier().items():
                 if ready := list(tier.ready(parts)):

@@ -1,10 +1,10 @@
-"""What goes from RAM to the colder tiers: a part is offered to each of them in order; the first that takes it has it.
+"""Writing from RAM to the colder tiers: a part is offered to each of them in order; the first that accepts it keeps it.
 
-Which tier has a part is for the tiers to know. What counts for all of it, a use or its end, is told to all of them.
-Without tiers nothing is taken and everything that is evicted is lost.
+The tiers know which of them has a part; uses and removals are reported to all of them. Without tiers, everything that
+is evicted is lost.
 
-Tiers that want copies of what stays in RAM get them between steps (`share`), from a list of nodes that wait for that. A
-node that is evicted meanwhile is off the list, and goes where evicted ones go.
+Tiers that want copies of what stays in RAM get them between steps (`share`), from a list of waiting nodes. A node that
+is evicted meanwhile leaves the list and is handled like any evicted node.
 """
 
 import time
@@ -16,9 +16,9 @@ from ..tiers.base import STATES, Tier
 from .index import Index, Node, address_of, held
 from .snapshots import Snapshot, Snapshots
 
-# Nodes that wait to be copied to a tier, at most; the oldest is forgotten then, until it is used again.
+# Maximum number of nodes waiting to be copied to a tier; beyond it, the oldest is dropped until it is used again.
 UNSHARED = 65536
-# Seconds for such copies when all ends.
+# Seconds for such copies at shutdown.
 LAST_SECONDS = 10.0
 
 
@@ -55,7 +55,7 @@ class Offload:
         return any(tier.offer(address_of(node), part, fill, wait) for tier in self.tiers)
 
     def everything(self) -> Iterator[tuple[int, int]]:
-        """Offer all that is cached and fits, waiting for it; gives (bytes done, in all)."""
+        """Offer everything cached that fits, waiting for it; yields (bytes done, in total)."""
         nodes: list[Node] = []
         self._share_the_rest()
         room = sum(tier.stats().limit for tier in self.tiers)
@@ -82,7 +82,7 @@ class Offload:
         return blocks + (snapshot.nbytes if snapshot is not None else 0)
 
     def want(self, keys: Sequence[bytes]) -> None:
-        """These nodes were used, the first of a path first: note which of them tiers want to have copies of."""
+        """These nodes were used, in path order: note which of them tiers want copies of."""
         for tier in self.tiers:
             for key in tier.wants(keys):
                 self._unshared[tier, key] = None
@@ -94,7 +94,7 @@ class Offload:
         return bool(self._unshared)
 
     def share(self, seconds: float) -> None:
-        """Copy nodes to the tiers that want them, while they have room: for about `seconds`, and one at least."""
+        """Copy nodes to the tiers that want them, while they have room: for about `seconds`, at least one."""
         end = time.perf_counter() + seconds
         while self._unshared:
             tier, key = next(iter(self._unshared))
@@ -109,7 +109,7 @@ class Offload:
                 break
 
     def _share_the_rest(self) -> None:
-        """Copy what tiers still want, waiting for room, for `LAST_SECONDS` at most."""
+        """Copy what tiers still want, waiting for room, for at most `LAST_SECONDS`."""
         end = time.perf_counter() + LAST_SECONDS
         for tier, key in list(self._unshared):
             node = self._index.nodes.get(key)
@@ -136,7 +136,7 @@ class Offload:
             tier.touch(keys)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these nodes."""
+        """Drop these nodes."""
         for tier in self.tiers:
             tier.drop(keys)
 

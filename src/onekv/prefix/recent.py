@@ -1,13 +1,13 @@
 """Which tokens the colder tiers hold, of the nodes used last: known at the start, when nothing is in RAM.
 
-A tier knows neither salts nor what a key is made of. A key is the hash of the parent's key and the node's tokens, and
-the first parent is the root of a salt: so who knows a salt finds what was stored under it, and whose a node is follows
-from hashes that are made again here, whatever a tier says.
+A tier knows neither salts nor what a key is computed from. A key is the hash of the parent's key and the node's tokens,
+and the first parent is the root of a salt: so with a salt, one can find what was stored under it. Ownership of a node
+follows from hashes that are recomputed here, whatever a tier claims.
 
     tier      [128, 150) of A    [64, 128) of A    [0, 64) of A    [64, 128) of B    ...
     by root   A: [0, 150)        B: nothing, its beginning is not among them
 
-Where nodes of the middle are not there, as those that a window has left behind, what follows them has no salt.
+If nodes in the middle are missing, such as those that have left a window, the salt of what follows is unknown.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Recent:
         for end in reversed([node for key, node in nodes.items() if key not in parents]):
             path = _path(nodes, end)
             if path[0].start == 0:
-                # A block that others begin with is told once, and again only where one goes on from it.
+                # A block that others begin with is told once, and again only where one continues from it.
                 new = next(number for number, node in enumerate(path) if node.key not in told)
                 run = b"".join(node.tokens for node in path[max(new - 1, 0) :])
                 self._runs.setdefault(path[0].parent, []).append(run)

@@ -24,7 +24,7 @@ class Snapshots:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
-        # The most bytes that were kept at once.
+        # Peak bytes kept.
         self.peak = 0
         self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
 

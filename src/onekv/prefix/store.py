@@ -1,9 +1,9 @@
-"""The cache's hold on blocks and snapshots: what enters it, what makes room, and what becomes of that.
+"""The cache's hold on blocks and snapshots: what enters it, what is evicted, and where that goes.
 
 A node in the index has one block of each group (or none: a window has moved on), which the cache keeps (`Pool.keep`).
-Whoever needs blocks asks first (`make_room`). The least recently used leaves go then; of a window alone, its blocks,
-wherever they are in the tree. What is evicted is offered to the colder tiers; what is removed because it is not wanted
-any more is not. A node that holds nothing and that nothing continues is removed, too.
+Whoever needs blocks calls `make_room` first, which evicts the least recently used leaves; of a window, just its blocks,
+wherever they are in the tree. Evicted blocks are offered to the colder tiers; those removed because they are no longer
+wanted are not. A node that holds nothing and has no continuation is removed, too.
 """
 
 import heapq
@@ -48,7 +48,7 @@ class Store:
         return node
 
     def fill(self, node: Node, group: int, block: int) -> None:
-        """Keep a block that `node` has not; not if that would break a promise, where the node is pinned."""
+        """Keep a block that `node` lacks; if the node is pinned, only if that breaks no reservation."""
         pool = self.pools[group]
         if not node.pins or pool.can_pin([block]):
             pool.keep(block)
@@ -56,7 +56,7 @@ class Store:
             pool.pin(block, node.pins > 0)
 
     def again(self, node: Node) -> None:
-        """The content of `node` was computed or read once more."""
+        """The content of `node` was computed or read again."""
         self._write_through(node)
         self.index.touch(node)
         self.used(node)
@@ -102,11 +102,11 @@ class Store:
             if node.parent is not None and (not node.children or pool.group.rule.span is not None):
                 heapq.heappush(self._heaps[group], (node.last_used, id(node), node))
                 if len(self._heaps[group]) > 4 * len(self.index.nodes) + 1024:
-                    # Mostly stale; it is built anew when something must be evicted.
+                    # Mostly stale; it is rebuilt when something must be evicted.
                     self._heaps[group].clear()
 
     def make_room(self, group: int, count: int) -> None:
-        """See to it that `count` blocks of one pool are free, by evicting the least recently used ones."""
+        """Ensure that `count` blocks of one pool are free, by evicting the least recently used ones."""
         pool = self.pools[group]
         rebuilt = False
         while pool.free < count:
@@ -125,7 +125,7 @@ class Store:
                 rebuilt = False
 
     def _evict(self, group: int, pool: Pool, node: Node) -> bool:
-        """Drop a leaf whole; of a node that must stay, a window's block alone. False if neither is possible."""
+        """Drop a whole leaf; of a node that must stay, only a window's block. False if neither is possible."""
         parent = node.parent
         if self.removable(node):
             self.figures.remember(node.key, EVICTED)
@@ -172,7 +172,7 @@ class Store:
             node = parent
 
     def discard(self, node: Node) -> None:
-        """Forget `node` and those before it that nobody else uses or continues, in the colder tiers, too."""
+        """Drop `node` and those before it that nobody else uses or continues, in the colder tiers, too."""
         keys = []
         while node.parent is not None and self.removable(node):
             parent = node.parent
@@ -183,7 +183,7 @@ class Store:
         self.offload.drop(keys)
 
     def drop(self, node: Node) -> int:
-        """Forget `node` and what continues it, but for what is in use or pinned, in the colder tiers, too."""
+        """Drop `node` and its continuations, except for what is in use or pinned, in the colder tiers, too."""
         below = [node]
         for each in below:
             below.extend(each.children.values())
@@ -200,7 +200,7 @@ class Store:
         return len(keys)
 
     def clear(self) -> None:
-        """Forget everything that no running sequence uses and that is not pinned."""
+        """Drop everything that no running sequence uses and that is not pinned."""
         leaves = [node for node in self.index.nodes.values() if self.removable(node)]
         while leaves:
             node = leaves.pop()

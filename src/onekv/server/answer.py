@@ -2,17 +2,16 @@
 
     prepare -> events -> typed deltas -> Answer: frames of a stream, or one object
 
-An endpoint says what is to be generated (`Prepared`, made in another thread: tokenizers and grammars take time) and
-subclasses `Answer`, which writes deltas in the format of its API. `AnswerResponse` does the rest: it starts the
-generations when the response is sent, reads them, and cancels what has not ended when the client goes away. Frames
-that are ready together go out in one write. While there is nothing to send (a long prefill), a stream sends an event
-every few seconds that the API allows and that says nothing, so that neither the client nor a proxy gives up: clients
-that wait for the next event do not count comments. A client that asks for it is told instead how far its prompt is.
-Where the request asks why no more of its prompt is cached, the
-headers wait for the end of the step in flight; else they are sent at once.
+An endpoint provides what to generate (`Prepared`, created in another thread: tokenizers and grammars take time) and
+subclasses `Answer`, which renders deltas in the format of its API. `AnswerResponse` does the rest: it starts the
+generations when the response is sent, reads them, and cancels unfinished ones when the client disconnects. Frames that
+are ready together go out in one write. While there is nothing to send (a long prefill), a stream sends an empty event
+every few seconds in a form that the API allows, so that neither the client nor a proxy times out: clients that wait for
+the next event ignore comments. A client that asks for it gets prefill progress instead. If the request asks why no more
+of its prompt is cached, the headers wait for the end of the step in flight; otherwise they are sent at once.
 
 sse-starlette does the last part, too, and is not used: it ends all streams at once when the server is told to stop,
-where ours may go on for `--grace` seconds; it pings by the clock and not in silence; and it takes more time per write.
+while ours may continue for `--grace` seconds; it pings on a timer, not only during silence; and its writes take longer.
 """
 
 import asyncio
@@ -52,14 +51,14 @@ def frame(data: Mapping[str, Any] | str, name: str | None = None) -> str:
 
 
 class Choice(Protocol):
-    """Makes typed deltas of what the engine emits for one generation; the last is a `Finish`."""
+    """Turns what the engine emits for one generation into typed deltas; the last is a `Finish`."""
 
     def read(self, event: Delta | End) -> list[TypedDelta]: ...
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be generated; `choices` are as many."""
+    """What to generate, with one of `choices` for each."""
 
     generations: list[Generation]
     choices: list[Choice]
@@ -68,7 +67,7 @@ class Prepared:
 
 
 class Answer(ABC):
-    """How an API writes an answer; one object for each request. Frames are made one at a time, in order."""
+    """How an API renders an answer; one object per request. Frames are rendered one at a time, in order."""
 
     media_type: ClassVar[str] = "text/event-stream"
     # Sent while nothing comes, no part of the answer, where the API has no event for that (`waiting`).
@@ -96,7 +95,7 @@ class Answer(ABC):
 
     @abstractmethod
     def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
-        """The choice `index` goes on."""
+        """The choice `index` continues."""
 
     @abstractmethod
     def end(self) -> Iterator[str]:
@@ -168,7 +167,7 @@ class AnswerResponse(Response):
             except ClientGoneError:
                 return None
             text = "".join(rendering.frames(events))
-            # Also while tokens come that are not shown yet: those of a tool call.
+            # Even while tokens come that are not shown yet: those of a tool call.
             if not text and rendering.open and now() >= due:
                 # What is seen of the engine may be older than the tokens that have come.
                 storing = self._answer.wants_progress and not rendering.found

@@ -32,7 +32,7 @@ from .settings import ServerSettings
 def create_app(backend: Backend | Models, settings: ServerSettings, routers: Sequence[APIRouter] = ()) -> FastAPI:
     """The server for a backend, or for several models, with `routers` of others; it stops them when it ends.
 
-    Until the backend has loaded its model, all but its health is answered with 503.
+    Until the backend has loaded its model, everything but its health returns 503.
     """
 
     @asynccontextmanager

@@ -1,8 +1,8 @@
 """The model behind the server, as the event loop sees it.
 
-`Backend` owns an `AsyncLLM` and adds what a server needs: the model's names, how it is sampled where a request does not
-say, the longest answer, metrics. `generate` starts generations, whose events come into one `Inbox`; those that have not
-ended when the block is left (the client went away) are cancelled:
+`Backend` owns an `AsyncLLM` and adds what a server needs: the model's names, sampling defaults, the longest answer,
+metrics. `generate` starts generations, whose events arrive in one `Inbox`; those that have not ended when the block is
+left (the client disconnected) are cancelled:
 
     with backend.generate([...]) as inbox: ...
 """
@@ -37,7 +37,7 @@ AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation to start. Without `max_tokens` it may go on to the backend's default, or as far as fits."""
+    """One generation to start. Without `max_tokens` it may continue to the backend's default, or as far as fits."""
 
     tokens: list[int]
     max_tokens: int | None = None
@@ -56,7 +56,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a prompt is: tokens in all, found in the cache, and stored so far; and seconds since it came."""
+    """How far a prompt is: tokens in total, found in the cache, and stored so far; and seconds since it came."""
 
     total: int
     cached: int
@@ -80,7 +80,7 @@ class Backend:
         **settings: Any,
     ) -> None:
         """Turns that were generated are remembered in `turn_memory` bytes. Without `hygiene`, OneKV's own rules as they
-        are by default; without `name`, the model's own. `metrics` go on from a backend of the same model before.
+        are by default; without `name`, the model's own. `metrics` continue from a backend of the same model before.
         `listener` hears which blocks are cached. The rest are the arguments of `AsyncLLM`.
         """
         self.served = served or ModelSettings()
@@ -119,7 +119,7 @@ class Backend:
         self.loaded = True
 
     def stop(self, grace: float, step_limit: float = math.inf) -> None:
-        """As `AsyncLLM.stop`; a model that is being loaded, which may take long, is left to the end of the process."""
+        """Like `AsyncLLM.stop`; a model that is being loaded, which may take long, is left for the process to end."""
         if self.loaded:
             self.engine.stop(grace, step_limit)
 
@@ -128,7 +128,7 @@ class Backend:
         if name not in (*self.names, "default") and not self.served.any_model:
             known = " or ".join(map(repr, self.names))
             raise NotFoundError(
-                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on takes all)"
+                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on accepts any)"
             )
 
     def encode(self, prompt: str | list[int]) -> list[int]:
@@ -137,7 +137,7 @@ class Backend:
             try:
                 return [int(token) for token in self.tokenizer.encode(prompt)]
             except UnicodeEncodeError:
-                raise BadRequestError("it has half a character (a lone surrogate)", "prompt") from None
+                raise BadRequestError("it contains a lone surrogate", "prompt") from None
         vocabulary = self.llm.vocabulary
         wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
         if wrong is not None:

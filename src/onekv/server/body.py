@@ -1,4 +1,4 @@
-"""What request bodies of all APIs are made of: strict types, and only text and numbers that can be sent back."""
+"""Base of the request bodies of all APIs: strict types, and only text and numbers that can be sent back."""
 
 import json
 from typing import Annotated, Any
@@ -7,16 +7,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 
 def whole(text: str) -> str:
-    """Raises ValueError for half a character, which no tokenizer takes and no answer can repeat."""
+    """Raises ValueError for a lone surrogate, which no tokenizer accepts and no answer can repeat."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half a character (a lone surrogate)") from None
+        raise ValueError("contains a lone surrogate") from None
     return text
 
 
 def sendable(value: Any) -> Any:
-    """Raises ValueError for what is no JSON: NaN, half a character."""
+    """Raises ValueError for what is not JSON: NaN, a lone surrogate."""
     whole(json.dumps(value, ensure_ascii=False, allow_nan=False))
     return value
 

@@ -1,4 +1,4 @@
-"""What every chat API asks for, in one form: an endpoint makes a `ChatCall` of its body, all else reads it."""
+"""The common form of a chat request: an endpoint converts its body to a `ChatCall`, everything else reads that."""
 
 from dataclasses import dataclass, field
 from typing import Any

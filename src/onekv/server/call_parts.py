@@ -1,4 +1,4 @@
-"""The arguments of a call in JSON as they come, before it is known whether they can be read.
+"""Streams the arguments of a JSON call as they are generated, before it is known whether they can be parsed.
 
     {"name": "write", "arguments": {"path": "a.py", "text": "import os\\n ...
                                    |__ given from here on, up to the brace that closes it
@@ -95,4 +95,4 @@ class CallParts:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

@@ -1,9 +1,9 @@
-"""From a `ChatCall` to what is generated for it, and from what the engine emits to typed deltas.
+"""From a `ChatCall` to its generations, and from what the engine emits to typed deltas.
 
-A call is rendered with the model's own chat template to tokens; a choice's text is split into reasoning, content and
-tool calls as it comes. Tools: where the template knows tools, it renders them and mlx-lm's parser for that template
-reads the calls; else they are described in the system message and called as <tool_call>{json}</tool_call>. A call that
-must be made (`tool_choice` "required" or a name) and JSON that must fit a schema are enforced token by token.
+A call is rendered to tokens with the model's own chat template; a choice's text is split into reasoning, content and
+tool calls as it arrives. Tools: if the template supports tools, it renders them and mlx-lm's parser for that template
+parses the calls; otherwise they are described in the system message and called as <tool_call>{json}</tool_call>. A
+mandatory call (`tool_choice` "required" or a name) and JSON schemas are enforced token by token.
 """
 
 from collections.abc import Callable, Container

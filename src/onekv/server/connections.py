@@ -1,12 +1,12 @@
 """Connections: how many there are, and how long a client may take.
 
-    opened -> request -> answer -> request ...     each step has a time within which it must be over
+    opened -> request -> answer -> request ...     each step has a time limit
         \\_ too many: 503 and closed, before a byte was read
 
-Every connection is a file handle, and so are the files of the disk cache and of the model. Where none are left asyncio
-writes an error for every connection it cannot accept, thousands of times a second. So connections end at a bound below
-that, counted from the moment they are accepted; uvicorn's own limit counts when a request's head has come, and so does
-not bound those that send none.
+Every connection is a file handle, and so are the files of the disk cache and of the model. When none are left, asyncio
+logs an error for every connection it cannot accept, thousands of times a second. So connections are limited below that,
+counted from the moment they are accepted; uvicorn's own limit counts once a request's head has arrived, and so does not
+limit connections that send none.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Limits:
             self._logged = time.monotonic()
             log.warning("%d connections are open; %d were refused (--max-connections)", self.connections, self._refused)
             self._refused = 0
-        message = f"{self.connections} connections are open and no more may be (--max-connections); try again later"
+        message = f"{self.connections} connections are open, which is the limit (--max-connections); try again later"
         transport.write(_answer("503 Service Unavailable", "overloaded_error", message))
         if self._lingering >= self._most_lingering:
             transport.set_protocol(asyncio.Protocol())
@@ -151,7 +151,7 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def _expect_request(self) -> None:
-        """Counted from its first byte, not its last: else one byte now and then would hold a connection for ever."""
+        """Counted from its first byte, not its last: else one byte now and then would hold a connection forever."""
         if self._request_due is None and not self.transport.is_closing():
             self._request_due = self.loop.call_later(self._limits.timeout, self._too_slow)
 
@@ -163,7 +163,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _give_up(self) -> None:
-        """Whatever is still to be answered is answered here; what the application sends for it is dropped."""
+        """Answers what is still unanswered; what the application sends for it is dropped."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

@@ -1,7 +1,7 @@
-"""Answers that must have a form, enforced token by token with llguidance.
+"""Constrained answers, enforced token by token with llguidance.
 
-Three forms: JSON that fits a schema, a tool call that must be made, or either of the two. A model that is thinking
-thinks freely; the form begins with the token after its reasoning.
+Three constraints: JSON that matches a schema, a mandatory tool call, or either of the two. Thinking is unconstrained;
+the constraint begins with the token after the reasoning.
 """
 
 import json
@@ -65,20 +65,20 @@ class GrammarConstraint:
             return
         self._matcher.consume_token(token)
         if self._matcher.is_error():
-            message = f"the answer could not be kept in its form: {_reason(self._matcher)}"
+            message = f"the answer could not be constrained: {_reason(self._matcher)}"
             asked = self._allowed is not None and self._allowed[token]
             raise (FormError if asked else RequestFailedError)(message)
 
 
 def constraint_for(backend: Backend, call: ChatCall, thinking: bool) -> GrammarConstraint | None:
-    """What the answers to `call` must keep to, if anything; `thinking`: the prompt has opened the reasoning."""
+    """The constraint on answers to `call`, if any; `thinking`: the prompt has opened the reasoning."""
     tokenizer = backend.tokenizer
     tools = _callable_tools(call)
     if call.schema is None and not tools:
         return None
     if tools and not calls_as_json(tokenizer):
         what = "tools together with response_format" if call.schema is not None else "a tool call that must be made"
-        message = f"{backend.name} writes tool calls in a format of its own; {what} cannot be enforced for it"
+        message = f"{backend.name} writes tool calls in its own format; {what} cannot be enforced for it"
         raise BadRequestError(message, "tool_choice")
     model = _tokenizer(backend)
     grammar = _grammar(call, tools, model, tokenizer)
@@ -105,9 +105,9 @@ def _reason(matcher: "LLMatcher") -> str:
     """Why `matcher` gave up, without its state and the grammar, which the client has not written; "" if it has not."""
     error = str(matcher.get_error())
     if error.startswith("NoExtensionBias"):
-        return "no answer fits it; it may refer to itself without an end"
+        return "no answer satisfies it; it may refer to itself endlessly"
     if "Too many items" in error:
-        return "it is too large, or refers to itself without an end"
+        return "it is too large, or refers to itself endlessly"
     text = error.partition("\n   1 |")[0].partition("\n<state>")[0]
     return text.partition("failed to compile JSON schema: ")[2] or text
 
@@ -156,7 +156,7 @@ def _check_multiples(schema: Any) -> None:
             if name == "multipleOf" and isinstance(value, int | float):
                 digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).rstrip("0")
                 if len(digits) > 4:
-                    raise BadRequestError(f"multipleOf is {value}; more than 4 digits (less zeros) cannot be kept to")
+                    raise BadRequestError(f"multipleOf is {value}; more than 4 significant digits cannot be enforced")
             _check_multiples(value)
 
 

@@ -1,9 +1,9 @@
-"""What the model says, as it comes: the same for all APIs, each of which only writes it in its own format.
+"""The model's output as it arrives: the same for all APIs, each of which only renders it in its own format.
 
     TextDelta, ToolCallPart ... ToolCallDelta ... -> Finish       per choice; the choices of one answer come mixed
 
-A call is given whole when it has ended. Where its arguments can be read before that, and the answer is streamed, parts
-of them come first.
+A call is emitted whole when it has ended. If its arguments can be parsed before that, and the answer is streamed, parts
+of them are emitted first.
 """
 
 import secrets
@@ -20,7 +20,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """Content or reasoning, and the tokens it was made from, with their log probabilities if those were asked for.
+    """Content or reasoning, and the tokens it was made from, with their log probabilities if those were requested.
 
     Text may lag behind its tokens.
     """
@@ -33,7 +33,7 @@ class TextDelta:
 
 @dataclass(frozen=True)
 class ToolCallPart:
-    """A piece of the arguments of a call that goes on; the `ToolCallDelta` of the same id then has all of them."""
+    """A piece of the arguments of a call that continues; the `ToolCallDelta` of the same id then has all of them."""
 
     name: str
     text: str

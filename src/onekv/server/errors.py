@@ -56,13 +56,13 @@ class LoadingError(OneKVError):
 
 
 class MisdirectedError(OneKVError):
-    """The server was called by a name that is not its own."""
+    """The server was addressed by a name that is not its own."""
 
     status = 421
 
 
 class FormError(RequestFailedError):
-    """The form that the client wants of the answer proved too hard to keep, in the midst of it."""
+    """The constraint on the answer could not be satisfied, found out in the middle of it."""
 
     status = 400
 
@@ -116,7 +116,7 @@ def for_client(error: Exception) -> OneKVError:
         return error
     known_as = request_id() or new_id()
     log.error("request %s failed", known_as, exc_info=error)
-    return RequestFailedError(f"internal error; the server's log has it as {known_as}")
+    return RequestFailedError(f"internal error; in the server's log, look for {known_as}")
 
 
 def headers_of(error: OneKVError) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""Why no more of a prompt was cached, in words: where it leaves the nearest cached conversation of its key.
+"""Why no more of a prompt was cached, in words: where it diverges from the nearest cached conversation of its key.
 
-`prefix/branch.py` finds the place, in the engine's thread; here it becomes text and a message, in a thread of its own.
-The same object is the answer of /admin/cache/probe and the header `x-onekv-cache`, which a request gets that sends
-`x-onekv-explain: 1`. There it says what the request would find when it arrives; whoever runs before it may add to that.
-In short it is part of the request's line in the log, if tokens were computed that are cached further on: of what the
-engine itself found when the request started, after the answer has been sent.
+`prefix/branch.py` finds the position, in the engine's thread; here it is mapped to text and a message, in another
+thread. The same object is the response of /admin/cache/probe and the header `x-onekv-cache`, which is sent if the
+request has `x-onekv-explain: 1`. The header reports what the request would find on arrival; requests that run before it
+may add to that. A short form is part of the request's log line, if tokens were computed that are cached further on:
+based on what the engine itself found when the request started, and logged after the answer has been sent.
 
-The tree of a key has nothing of other keys, so no word here is another's.
+A key's tree contains nothing of other keys, so no word here belongs to another key.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What `onekv serve` says when the model is loaded: the plan, where clients find the server, and a line to try."""
+"""What `onekv serve` prints when the model is loaded: the plan, the URLs for clients, and a command to try."""
 
 import json
 import shlex
@@ -25,10 +25,10 @@ def greeting(answering: Backend | Models, host: str, port: int, keys: bool) -> s
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     lines = [
         *held,
-        f"\n{name} is served on {url}. Clients want one of these as their base URL:",
+        f"\n{name} is served on {url}. Base URLs for clients:",
         f"  OpenAI     {url}/v1",
         f"  Anthropic  {url}",
-        f"Memory, what was reused and a chat, in a browser:\n  {url}/",
+        f"Memory, cache reuse and a chat, in a browser:\n  {url}/",
         *(_agents(host, port) if chats else []),
         f"Try:\n  {_example(name, chats, url, keys)}",
     ]
@@ -50,10 +50,10 @@ def _of_several(models: Models) -> list[str]:
     first = models.first.planned
     rows = [[", ".join(each.names), each.state, each.keep, _memory(models, each)] for each in models.models]
     listed = table(rows, ["model", "state", "keep", "memory"])
-    counted = f"{format_size(models.counted)} of {format_size(models.memory)} (--memory) are taken"
+    counted = f"{format_size(models.counted)} of {format_size(models.memory)} (--memory) in use"
     return [
         plan_table(first.plan, first.context, first.adapter),
-        f"\n{listed}\n{counted}; others are loaded when asked for",
+        f"\n{listed}\n{counted}; others are loaded on demand",
     ]
 
 

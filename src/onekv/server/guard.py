@@ -1,12 +1,12 @@
-"""What stands before every route: names, origins, keys, sizes.
+"""Checks before every route: host names, origins, keys, sizes.
 
-host      a name by which the server may be called, so that no web page reaches it by a name of its own
-body      read here, at most `--max-body` bytes of a reasonable shape, then handed on; so no handler sees more
-origin    a web page of another origin may not call the server unless it is in `--cors-origin`
-key       compared in constant time with each of the keys there are; gives the salt of the key's cached prefixes
+host      must be an allowed name of the server, so that no web page can reach it under its own name
+body      read here, at most `--max-body` bytes of a reasonable shape, then passed on; so no handler sees more
+origin    a web page from another origin may not call the server unless it is in `--cors-origin`
+key       compared in constant time with each of the server's keys; determines the salt of cached prefixes
 
 Starlette's TrustedHostMiddleware is not used for the first: it knows lists of names, not "any address of this machine",
-refuses clients that send no Host, and answers in plain text.
+rejects clients that send no Host, and responds in plain text.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ class Guard(Around):
 
         try:
             await self.app(scope, receive, sending)
-        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests go on
+        except Exception as error:  # noqa: BLE001  a bug; it is logged, and other requests continue
             told = error_response(scope["path"], for_client(error))
             # An answer that has begun is cut off.
             if not started:
@@ -97,14 +97,14 @@ class Guard(Around):
         if given is None:
             return
         if not self._settings.allows_host(_host_name(given), keys=bool(self._keys)):
-            raise MisdirectedError(f"this server may not be called {given!r} (--allowed-hosts allows names)")
+            raise MisdirectedError(f"this server is not available as {given!r} (--allowed-hosts adds names)")
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
         if origin != f"{scope['scheme']}://{headers.get('host')}":
-            raise ForbiddenError(f"web pages of {origin} may not call this server (--cors-origin allows some)")
+            raise ForbiddenError(f"web pages from {origin} may not call this server (--cors-origin allows origins)")
 
     def _key(self, path: str, headers: Headers) -> int:
         """Which key the request has. Raises UnauthorizedError if it has none that is known."""
@@ -119,13 +119,13 @@ class Guard(Around):
         # All are compared, so that time does not tell which one was close.
         known = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(known):
-            raise UnauthorizedError("the API key is not one of this server's")
+            raise UnauthorizedError("the API key is unknown to this server")
         return known.index(True)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
-            raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are read (--max-body)")
+            raise TooLargeError(f"the body has {length} bytes; at most {self._max_body} are accepted (--max-body)")
         received: list[bytes] = []
         size, more = 0, True
         while more:

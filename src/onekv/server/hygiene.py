@@ -1,12 +1,11 @@
-"""Text in system messages that changes although nothing has: dropped or rounded before rendering.
+"""Volatile text in system messages, such as timestamps: dropped or rounded before rendering.
 
-One changed word at the front of a prompt makes all that follows new to the prefix cache. A `Rule` is a pattern and the
-text that takes the place of whatever matches. `OWN` are those that come with OneKV; the TOML file may add others
-(`read_table`); `--hygiene` names those that are on (`chosen`). A `Hygiene` has these and applies them to the system
-messages of a call, and to nothing else.
+One changed word at the front of a prompt makes everything after it a cache miss. A `Rule` is a pattern and its
+replacement. `OWN` are those that come with OneKV; the TOML file may add others (`read_table`); `--hygiene` selects
+those that are on (`chosen`). A `Hygiene` applies these to the system messages of a call, and to nothing else.
 
-`regex` and not `re`: patterns of users may take forever, on system texts of 100 KB and more. It gives up after a time
-and lets other threads run meanwhile; the text then stays as it is.
+`regex` instead of `re`: users' patterns may take forever, on system messages of 100 KB and more. `regex` has a timeout
+and lets other threads run meanwhile; the text is then left unchanged.
 """
 
 import logging
@@ -132,7 +131,7 @@ def read_table(file: Mapping[str, Any]) -> tuple[dict[str, Rule], dict[str, Any]
 
 def _rule(name: str, given: Mapping[str, Any], where: str) -> Rule:
     if name == NONE or not regex.fullmatch(r"[\w-]+", name):
-        raise SettingError(f"{where}: the name of a rule has letters, digits, - and _ alone, and is not {NONE!r}")
+        raise SettingError(f"{where}: a rule's name may only have letters, digits, - and _, and cannot be {NONE!r}")
     keys = ["pattern", "replace"]
     for key, value in given.items():
         if key not in keys:
@@ -140,10 +139,10 @@ def _rule(name: str, given: Mapping[str, Any], where: str) -> Rule:
         if not isinstance(value, str):
             raise SettingError(f"{where}: {key} is {value!r}; it must be text")
     if "pattern" not in given:
-        raise SettingError(f"{where} has no pattern; give one, such as pattern = '^Session id: .*\\n'")
+        raise SettingError(f"{where} has no pattern; set one, such as pattern = '^Session id: .*\\n'")
     rule = Rule(name, (given["pattern"],), given.get("replace", ""))
     if _compiled(rule, given["pattern"]).search(""):
-        raise SettingError(f"{where}: the pattern {given['pattern']!r} matches where there is nothing")
+        raise SettingError(f"{where}: the pattern {given['pattern']!r} matches the empty string")
     return rule
 
 

@@ -1,7 +1,7 @@
-"""Prompts for what comes between two texts, for models that were made for it.
+"""Fill-in-the-middle prompts, for models that were trained for it.
 
-Such a model has tokens of its own for the text before the gap, the text after it, and the gap. Which they are, its
-vocabulary says.
+Such a model has special tokens for the text before the gap, the text after it, and the gap; they are found in its
+vocabulary.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def around(backend: Backend, prompt: str | list[int], suffix: str) -> list[int]:
     """The tokens after which the text between `prompt` and `suffix` comes. Raises BadRequestError if there are none."""
     marks = marks_of(backend.tokenizer)
     if marks is None:
-        raise BadRequestError(f"{backend.name} has no tokens for the text between two others", "suffix")
+        raise BadRequestError(f"{backend.name} has no tokens for filling in the middle", "suffix")
     before, after, gap = marks
     # What the tokenizer puts before every text, if anything, comes first of all.
     start = backend.tokenizer.encode("")

@@ -1,12 +1,12 @@
 """Every request has an id, and a line in the log when it is over.
 
-The id is the client's own (`x-request-id`), if it sent one that can stand in a log, else a new one. Each response has
-it as `x-request-id`, and as `request-id` where Anthropic's clients look for it; errors in Anthropic's format and what
-the log has of an error have it, too.
+The id is the client's own (`x-request-id`), if it sent one that is safe to log, otherwise a new one. Each response has
+it as `x-request-id`, and as `request-id` where Anthropic's clients look for it; so do errors in Anthropic's format and
+errors in the log.
 
     Journal     around all that answers: makes an `Entry`, gives responses their headers, writes the line
     current     the entry of the request that is being answered, for whoever works on it
-    background  an entry and a line more, for what goes on when a request has been answered
+    background  an entry and a line more, for what continues when a request has been answered
     Backend     adds what it generates: figures that the engine's thread keeps and that are read when the answer is over
 """
 
@@ -135,7 +135,7 @@ def request_id() -> str | None:
 
 @contextmanager
 def background(path: str) -> Iterator[Entry]:
-    """For what goes on when its request has been answered: a line of its own at its end, under the request's id.
+    """For what continues when its request has been answered: a line of its own at its end, under the request's id.
 
     There is none if it raises: it has not begun, which the request is told, or that is in the log.
     """

@@ -1,8 +1,8 @@
-"""Messages in the form that the model's chat template takes.
+"""Messages in the form that the model's chat template accepts.
 
-Templates differ in what they refuse: a second system message, one after the user's, any at all, two user messages in a
-row, arguments that are no object. A template is tried with tiny messages, once; what it takes is left as it is, since
-the same messages must become the same prompt. What it refuses, or drops without a word, is rewritten:
+Templates differ in what they reject: a second system message, one after the user's, any at all, two user messages in a
+row, arguments that are not an object. A template is tested with tiny messages, once; whatever it accepts is left
+unchanged, since the same messages must become the same prompt. What it rejects, or silently drops, is rewritten:
 
     several system messages at the start    one, joined by an empty line
     a system message later on               the user's text, in <system> tags, where it stands: moved to the front it
@@ -12,7 +12,7 @@ the same messages must become the same prompt. What it refuses, or drops without
     arguments that are text                 the call as content
     reasoning beside text and a call        without the reasoning
 
-An answer goes on from a message of the assistant's that comes last, unless it has calls (`continues`).
+An answer continues from a message of the assistant's that comes last, unless it has calls (`continues`).
 """
 
 import json
@@ -50,7 +50,7 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
     if taken is None:
         taken = _known[tokenizer] = _try_out(tokenizer)
     if messages[-1]["role"] == "assistant" and not (messages[-1].get("content") or messages[-1].get("tool_calls")):
-        # Nothing to go on from.
+        # Nothing to continue from.
         messages = messages[:-1]
     messages = [_plainer(message, taken) for message in messages]
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
@@ -66,14 +66,14 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def continues(call: ChatCall) -> bool:
-    """Whether the answer goes on from the last message. Raises BadRequestError if it must also have a form."""
+    """Whether the answer continues from the last message. Raises BadRequestError if it must also have a form."""
     last = call.messages[-1]
     if last["role"] != "assistant" or not last.get("content") or last.get("tool_calls"):
         return False
     if call.schema is not None or call.tool_choice not in ("auto", "none"):
         raise BadRequestError(
-            "the last message is the assistant's, and the answer goes on from it: it cannot be given a form "
-            "(response_format, tool_choice) as well; end with a user message",
+            "the last message is the assistant's, which the answer continues: response_format and tool_choice cannot "
+            "be enforced for it; end with a user message",
             f"messages.{len(call.messages) - 1}",
         )
     return True

@@ -1,6 +1,6 @@
-"""What /metrics tells: counters and histograms kept here, and gauges of the engine taken when they are asked for.
+"""Metrics for /metrics: counters and histograms kept here, and gauges of the engine read on each scrape.
 
-Requests are observed in the engine's thread, as their events come; the gauges show one snapshot of `LLM.stats`.
+Requests are observed in the engine's thread, as their events arrive; the gauges show one snapshot of `LLM.stats`.
 """
 
 import time
@@ -48,14 +48,14 @@ class Metrics:
             self._requests.labels(outcome)
         self._prompt = Counter(
             "onekv_prompt_tokens",
-            "Tokens of the prompts of requests that were started to be answered.",
+            "Prompt tokens of requests that were started.",
             registry=registry,
         )
-        self._cached = Counter("onekv_cached_tokens", "Those of the prompt tokens that were cached.", registry=registry)
-        self._generated = Counter("onekv_generated_tokens", "Tokens that were generated.", registry=registry)
+        self._cached = Counter("onekv_cached_tokens", "Prompt tokens that were cached.", registry=registry)
+        self._generated = Counter("onekv_generated_tokens", "Generated tokens.", registry=registry)
         self._cleaned = Counter(
             "onekv_hygiene_applied",
-            "Places in the system messages of requests that a rule of hygiene changed.",
+            "Places in system messages changed by a hygiene rule.",
             ["rule"],
             registry=registry,
         )
@@ -63,19 +63,19 @@ class Metrics:
             self._cleaned.labels(rule)
         self._first = Histogram(
             "onekv_time_to_first_token_seconds",
-            "From a request's arrival to its first token, waiting included.",
+            "Time from a request's arrival to its first token, including time in the queue.",
             buckets=BUCKETS,
             registry=registry,
         )
         self._between = Histogram(
             "onekv_time_between_tokens_seconds",
-            "From one token of a request, or several that one step gave it, to the next.",
+            "Time between the tokens of a request; tokens of one step count as one.",
             buckets=BUCKETS,
             registry=registry,
         )
         self._duration = Histogram(
             "onekv_request_duration_seconds",
-            "From a request's arrival to its end, whatever the outcome.",
+            "Time from a request's arrival to its end, whatever the outcome.",
             buckets=BUCKETS,
             registry=registry,
         )
@@ -181,10 +181,10 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         if self.stats is None:
             return
-        yield GaugeMetricFamily("onekv_requests_waiting", "Requests that wait to be started.", value=self.stats.waiting)
+        yield GaugeMetricFamily("onekv_requests_waiting", "Queued requests.", value=self.stats.waiting)
         yield GaugeMetricFamily(
             "onekv_requests_running",
-            "Requests in the batch, the one that is prefilled included.",
+            "Running requests, including those being prefilled.",
             value=self.stats.running,
         )
         yield from _pools(self.stats.pools)
@@ -204,7 +204,7 @@ def pool_owners(pool: PoolStats) -> dict[str, int]:
 def _pools(pools: tuple[PoolStats, ...]) -> Iterator[Metric]:
     family = GaugeMetricFamily(
         "onekv_kv_pool_bytes",
-        "The KV pool by group of layers and by owner: held by running requests, or not in use: cached, pinned, free.",
+        "The KV pool by group of layers and owner: held by running requests, or not in use: cached, pinned, free.",
         labels=["group", "owner"],
     )
     for pool in pools:
@@ -218,8 +218,8 @@ def _memory(memory: MemoryStats) -> Iterator[Metric]:
         ("onekv_weights_bytes", "The model's weights.", memory.weights),
         ("onekv_states_bytes", "Recurrent states of running requests.", memory.states),
         ("onekv_mlx_active_bytes", "Memory in use, as MLX counts it.", memory.active),
-        ("onekv_mlx_peak_bytes", "The most memory that was in use, as MLX counts it.", memory.peak),
-        ("onekv_mlx_buffer_cache_bytes", "Freed buffers that MLX keeps to use again.", memory.buffer_cache),
+        ("onekv_mlx_peak_bytes", "Peak memory, as MLX counts it.", memory.peak),
+        ("onekv_mlx_buffer_cache_bytes", "Freed buffers that MLX keeps for reuse.", memory.buffer_cache),
         ("onekv_process_bytes", "Physical memory of the process, as the system counts it.", memory.footprint),
     ]
     for name, text, value in figures:
@@ -237,7 +237,7 @@ def _prefix(prefix: PrefixStats) -> Iterator[Metric]:
         "onekv_prefix_tokens_reused", "Prompt tokens that requests found cached.", value=prefix.tokens_reused
     )
     yield CounterMetricFamily(
-        "onekv_prefix_evicted_blocks", "Cached blocks that made room for others.", value=prefix.evicted_blocks
+        "onekv_prefix_evicted_blocks", "Cached blocks that were evicted.", value=prefix.evicted_blocks
     )
     misses = CounterMetricFamily(
         "onekv_prefix_misses", "Requests by the reason why no more of their prompt was cached.", labels=["reason"]
@@ -249,8 +249,8 @@ def _prefix(prefix: PrefixStats) -> Iterator[Metric]:
 
 def _speculation(speculation: SpeculationStats) -> Iterator[Metric]:
     figures = [
-        ("proposed_tokens", "Tokens that were guessed to be next.", speculation.proposed),
-        ("accepted_tokens", "Those of the proposed tokens that were next.", speculation.accepted),
+        ("proposed_tokens", "Proposed tokens.", speculation.proposed),
+        ("accepted_tokens", "Proposed tokens that were accepted.", speculation.accepted),
         ("steps", "Decode steps that verified proposed tokens.", speculation.steps),
     ]
     for name, text, value in figures:
@@ -261,25 +261,25 @@ def _tiers(tiers: tuple[TierStats, ...]) -> Iterator[Metric]:
     """Per tier; nothing where there is none."""
     gauges = {
         "blocks": "Blocks in a tier colder than the pool.",
-        "bytes": "Bytes a tier takes.",
-        "limit": "Bytes a tier may take.",
-        "queued_bytes": "Bytes that wait to be written to a tier.",
+        "bytes": "Bytes in a tier.",
+        "limit": "Maximum bytes in a tier.",
+        "queued_bytes": "Bytes queued to be written to a tier.",
         "up": "Whether a tier is in use: 0 while it is paused, or has failed.",
-        "latency": "Seconds until a tier on another machine answers, as measured so far.",
-        "bandwidth": "Bytes in a second from a tier on another machine, as measured so far.",
+        "latency": "Response time of a remote tier in seconds, running mean.",
+        "bandwidth": "Bytes per second read from a remote tier, running mean.",
     }
     counters = {
-        "hits": "Blocks that came back from a tier into the pool.",
-        "promoted_bytes": "Bytes that came back from a tier into the pool.",
-        "promoted_seconds": "Time in which they did.",
+        "hits": "Blocks read back into the pool.",
+        "promoted_bytes": "Bytes read back into the pool.",
+        "promoted_seconds": "Time spent reading them.",
         "writes": "Blocks written to a tier.",
         "written_bytes": "Bytes written to a tier.",
-        "evicted": "Blocks a tier dropped to hold its limit.",
-        "discarded": "Blocks that were to go to a tier and were dropped: queue full, budget spent or disk refused.",
-        "corrupt": "Blocks in a tier that were damaged or missing, and were computed again.",
-        "forged": "Those of them that were signed with another secret, or not at all.",
-        "pauses": "How often a tier on another machine was paused.",
-        "late": "Look-ups and transfers that were given up because they took too long.",
+        "evicted": "Blocks evicted from a tier to stay within its limit.",
+        "discarded": "Blocks lost before they were written: queue full, budget spent, or write rejected.",
+        "corrupt": "Blocks in a tier that were corrupt or missing, and were recomputed.",
+        "forged": "Corrupt blocks that were signed with another secret, or not at all.",
+        "pauses": "How often a remote tier was paused.",
+        "late": "Lookups and transfers that missed their deadline.",
         "not_worth": "Hits that were not used because computing is faster.",
     }
     for name, text in gauges.items() if tiers else ():

@@ -114,7 +114,7 @@ class ModelSettings(SettingsBase):
     )
 
     def template(self) -> str | None:
-        """The text of the chat template; read when it is asked for."""
+        """The text of the chat template; read when it is requested."""
         given = self.chat_template
         # Every template has a brace; few files do.
         if given is None or "{" in given:

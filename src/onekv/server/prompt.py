@@ -1,8 +1,8 @@
 """From a `ChatCall` to tokens, by the model's own chat template.
 
-The same messages always become the same tokens, and messages added at the end leave those before as they were wherever
-the template does, so that a conversation is found again in the prefix cache. A template that knows no tools gets them
-described in the system message; calls and results then are text.
+The same messages always become the same tokens, and messages added at the end leave earlier ones unchanged if the
+template does, so that a conversation is found in the prefix cache. For a template without tool support, tools are
+described in the system message; calls and results are then text.
 """
 
 import json
@@ -85,9 +85,9 @@ def _refusing(backend: Backend) -> Iterator[None]:
     try:
         yield
     except UnicodeEncodeError:
-        raise BadRequestError("the text has half a character (a lone surrogate)", "messages") from None
+        raise BadRequestError("the text contains a lone surrogate", "messages") from None
     except TEMPLATE_ERRORS as error:
-        message = f"the chat template of {backend.name} does not take these messages: {error}"
+        message = f"the chat template of {backend.name} does not accept these messages: {error}"
         raise BadRequestError(message, "messages") from error
 
 

@@ -1,10 +1,9 @@
-"""How tokens are chosen where a request does not say: `--temperature` and its like, else the model's
-generation_config.json (of a GGUF file: what it has under general.sampling), else as the model's probabilities are. The
-same for all APIs.
+"""Sampling defaults, if a request sets none: `--temperature` and the like, otherwise the model's generation_config.json
+(in a GGUF file: general.sampling), otherwise the model's own probabilities. The same for all APIs.
 
-OpenAI's and Anthropic's documents give 1 as the default of `temperature` and `top_p`. That is what a model gets here,
-too, unless whoever made it recommends other values in its generation_config.json: a request that says nothing is best
-served by those (vLLM and SGLang do the same). `do_sample` in that file is ignored: servers sample.
+OpenAI and Anthropic document 1 as the default of `temperature` and `top_p`. That is the default here, too, unless the
+model's authors recommend other values in its generation_config.json, which then serve such a request best (vLLM and
+SGLang do the same). `do_sample` in that file is ignored: servers sample.
 """
 
 import json
@@ -67,7 +66,7 @@ def _recommended(model: Path) -> dict[str, Any]:
         SamplingDefaults().sampling(**found)
     except (OSError, ValueError, SettingError) as error:
         hint = "--generation-config off ignores it"
-        raise SettingError(f"what {file} says of sampling cannot be used: {error}; {hint}") from None
+        raise SettingError(f"the sampling settings in {file} cannot be used: {error}; {hint}") from None
     return found
 
 

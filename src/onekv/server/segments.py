@@ -1,16 +1,16 @@
-"""Splits a model's text, as it comes, into reasoning, content and tool calls.
+"""Splits a model's text, as it arrives, into reasoning, content and tool calls.
 
     content <-> reasoning       between the thinking markers
     content, reasoning -> call -> content
 
-However the text is cut, what comes out is the same, joined. A marker that may just be beginning is held back until it
-is known; white space next to a marker belongs to it. The text of a call that cannot be read is content. Tokens go with
+However the text is chunked, the joined output is the same. Text that may begin a marker is held back until that is
+known; white space next to a marker belongs to it. The text of a call that cannot be parsed is content. Tokens go with
 the first text that comes after them.
 
-Of a call in JSON, or in Qwen3-Coder's form, the arguments are given as they come, if that is wanted (`Markers.parts`).
-What was sent as arguments cannot become content afterwards: if they prove broken, they are sent as they are. Any other
-call is given whole. A call in which the answer was cut off by its limit is no content: it is given as far as it came if
-its name and the beginning of its arguments can be read, as OpenAI does it, else left out.
+For a call in JSON, or in Qwen3-Coder's format, the arguments are streamed, if wanted (`Markers.parts`). Text sent as
+arguments cannot become content afterwards: if they turn out to be broken, they are sent as they are. Any other call is
+emitted whole. A call that was cut off by the token limit is not content: it is emitted as far as it got if its name and
+the beginning of its arguments can be parsed, as OpenAI does, otherwise left out.
 """
 
 import json
@@ -80,7 +80,7 @@ class Splitter:
         self._at_marker = thinking
         # What has to be given back if the call cannot be read: its marker and the space before.
         self._opening = ""
-        # The call that goes on, if its arguments are given as they come.
+        # The call that continues, if its arguments are given as they come.
         self._parts: Parts | None = None
         # Those whose text has not come yet.
         self._tokens: list[int] = []
@@ -111,7 +111,7 @@ class Splitter:
         return found
 
     def _without_marker(self, text: str) -> str:
-        """`text` without a marker of a call in the midst of which it was cut off."""
+        """`text` without a marker of a call in the middle of which it was cut off."""
         called = self._mode == "call"
         marker = (self._marks.call_end if called else self._marks.call_start) or ""
         begun = overlap(text, marker)

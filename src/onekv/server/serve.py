@@ -1,12 +1,12 @@
-"""`onekv serve`: listen, load, say what there is, serve until told to stop.
+"""`onekv serve`: listen, load, print a greeting, serve until told to stop.
 
-main thread     the event loop: answers from the start, before the model is loaded with 503
+main thread     the event loop: responds from the start, with 503 until the model is loaded
 onekv-loading   waits until the model is loaded, greets, and ends; if loading fails, so does the server
 onekv-engine    loads the model and owns it (`EngineThread`); one for each that is loaded
 onekv-models    loads and unloads, where there are several (`Models`)
-onekv-events    tells routers which blocks are cached (`Publisher`); one for each model, if that is asked for
-onekv-watchdog  looks whether the engine gets on (`Watch`)
-onekv-stopping  at the end: waits until the engine's thread has ended, or does not get on
+onekv-events    tells routers which blocks are cached (`Publisher`); one for each model, if that is requested
+onekv-watchdog  checks whether the engine makes progress (`Watch`)
+onekv-stopping  at shutdown: waits until the engine's thread has ended, or is stuck
 """
 
 import asyncio
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("onekv.server")
 
 BACKLOG = 2048
-# A step in flight at the end may take so long, also where --step-limit is more: supervisors do not wait for ever.
+# How long a step in flight at shutdown may take, even if --step-limit is higher: supervisors do not wait forever.
 LAST_STEP_S = 60
 
 
@@ -122,8 +122,7 @@ def _backend(
     if len(specs) > 1 or memory is not None or idle_seconds(first.keep) < math.inf:
         if launched_rank() is not None:
             raise SettingError(
-                "under mlx.launch a server has one model, from the start to the end; name one, and leave out --memory "
-                "and --keep"
+                "under mlx.launch a server has a single model that stays loaded; name one, and omit --memory and --keep"
             )
         return Models(specs, memory, common, watched, listeners)
     settled = common | vars(first.engine)

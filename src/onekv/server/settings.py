@@ -137,7 +137,7 @@ class ServerSettings(SettingsBase):
     log_format: str = setting(
         "text",
         one_of(*LOG_FORMATS),
-        f"{' or '.join(LOG_FORMATS)}; json: every line of the log is an object, a request's with its figures by name",
+        f"{' or '.join(LOG_FORMATS)}; json: every line of the log is an object, with named fields for requests",
         metavar="FORMAT",
     )
 

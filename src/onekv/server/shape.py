@@ -1,8 +1,8 @@
 """The shape of a JSON text, looked at before it is parsed: how deep it is nested, how many values it has.
 
-Parsing holds the interpreter's lock from the first byte to the last, in whichever thread, and takes longer
-the more arrays and objects there are: 30 MB of `[],` several seconds. So texts that no request needs are refused
-unparsed. Looking takes some milliseconds for each megabyte, and the event loop turns between two slices.
+Parsing holds the interpreter's lock from the first byte to the last, in any thread, and takes longer the more arrays
+and objects there are: several seconds for 30 MB of `[],`. So texts that no request needs are rejected unparsed. The
+check takes a few milliseconds per megabyte, and the event loop runs between two slices.
 """
 
 import asyncio

@@ -65,7 +65,7 @@ async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
 def _tokenized(backend: Backend, body: TokenizeBody) -> dict[str, Any]:
     given = [name for name in ("content", "prompt", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise BadRequestError("give one of content, prompt and messages", given[0] if given else "content")
+        raise BadRequestError("set one of content, prompt and messages", given[0] if given else "content")
     if body.content is not None:
         tokens = _encoded(backend, body.content, body.add_special)
         return {"tokens": _pieces(backend, tokens) if body.with_pieces else tokens}

@@ -1,9 +1,9 @@
-"""What clients send that a server of one text model has no use for: tools that it cannot run, parts that are no text.
+"""What clients send that a server of text models cannot use: tools that it cannot run, parts that are not text.
 
 Agents send the same list of tools to every server. Tools of a kind that only their own vendor runs (`web_search`,
-`computer_20250124`, `namespace`, ...) are left out of the prompt, as if the client had not sent them, and the log says
-so once for each kind. A part of a tool's result that is no text becomes a line of text: it stays in the history, so
-that refusing it would end the conversation.
+`computer_20250124`, `namespace`, ...) are left out of the prompt, as if the client had not sent them, which is logged
+once per kind. A part of a tool's result that is not text becomes a line of text: it stays in the history, so rejecting
+it would end the conversation.
 """
 
 import logging

@@ -1,16 +1,15 @@
-"""What was generated for each turn of a conversation, as token ids, for when a client sends the turn back.
+"""The token ids generated for each turn of a conversation, for when a client sends the turn back.
 
-Text that comes back does not become the tokens that it was made of: the model may have chosen other ones than the
-tokenizer would, clients trim white space, write JSON anew and leave thinking out. From that place on nothing would be
-found in the prefix cache. So what was generated is remembered (`remember`), and used again where the conversation goes
-on from it (`known`).
+Text that is sent back does not become the same tokens: the model may have chosen other ones than the tokenizer would,
+and clients trim white space, reformat JSON and leave out thinking. From that point on nothing would be found in the
+prefix cache. So the generated ids are remembered (`remember`), and reused when the conversation continues (`known`).
 
-A turn is known by its conversation: the key is a hash of the salt and of what all messages up to it say (`Said`), in
-any spelling. So it is found by who sends that conversation with that API key, and by nobody else. Whether the ids may
-stand in the prompt, where the template has put the message, is for `replay` to check.
+A turn is identified by its conversation: the key is a hash of the salt and of what all messages up to it say (`Said`),
+in any spelling. So only a client that sends that conversation with that API key finds it. Whether the ids may be used
+in the prompt, where the template has put the message, is checked by `replay`.
 
-Owned by the backend, used in any thread. At most `limit` bytes, the least recently used forgotten first. With a disk
-cache they are in a file of its folder, too (`tiers/turns.py`), and are there again after a restart.
+Owned by the backend, used in any thread. At most `limit` bytes, the least recently used dropped first. With a disk
+cache they are also in a file in its folder (`tiers/turns.py`), and survive a restart.
 """
 
 import hashlib

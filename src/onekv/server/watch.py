@@ -1,15 +1,14 @@
-"""Health by progress: whether the engine gets on, told by what its thread says it is doing, and since when.
+"""Health by progress: whether the engine makes progress, based on what its thread is doing, and since when.
 
-    loading -> ok -> shutting down -> ended     ended by itself, too, where the engine could not go on
+    loading -> ok -> shutting down -> ended     ended by itself, too, where the engine could not continue
                | ^
               stuck                             a step, or an order between two, takes longer than `--step-limit`
 
-`Watch.state` is what the probes ask. The watchdog, a daemon thread, writes the stacks of all Python threads to the log,
-once for each step that is stuck. With `--exit-when-stuck` it then ends the process, for a supervisor to start it again,
-and so it does where the engine could not go on. What is in the disk cache is whole at every moment, so nothing is
-closed before.
+Probes read `Watch.state`. The watchdog, a daemon thread, logs the stacks of all Python threads, once for each stuck
+step. With `--exit-when-stuck` it then ends the process, for a supervisor to restart it, and likewise if the engine
+could not continue. The disk cache is consistent at every moment, so nothing is closed before.
 
-Whatever keeps Python's lock for ever keeps this from running as well; then no probe is answered, which says the same.
+If something holds Python's lock forever, this cannot run either; then no probe is answered, which says the same.
 """
 
 import logging
@@ -47,7 +46,7 @@ class Watch:
         return "shutting down" if thread.stopping else "ok"
 
     def start(self, exit_when_stuck: bool) -> None:
-        """Start the watchdog, which goes on until the process ends."""
+        """Start the watchdog, which continues until the process ends."""
         threading.Thread(target=self._watch, args=(exit_when_stuck,), name="onekv-watchdog", daemon=True).start()
 
     def _watch(self, exit_when_stuck: bool) -> None:
@@ -64,13 +63,13 @@ class Watch:
                     _exit()
             elif reported is not None and since != reported:
                 reported = None
-                log.warning("the step that was stuck has ended; the engine goes on")
+                log.warning("the stuck step has finished; the engine continues")
         if exit_when_stuck and self.thread.failed:
             _exit()
 
 
 def _exit() -> None:
-    log.critical("the process ends with status %d (--exit-when-stuck)", STUCK_STATUS)
+    log.critical("exiting with status %d (--exit-when-stuck)", STUCK_STATUS)
     logging.shutdown()
     os._exit(STUCK_STATUS)
 

@@ -1,4 +1,4 @@
-"""The arguments of a call in Qwen3-Coder's form as they come, as JSON.
+"""Streams the arguments of a call in Qwen3-Coder's format, as JSON.
 
     <function=write>
     <parameter=path>
@@ -9,9 +9,9 @@
     </parameter>        , "lines": 3             all else when its parameter has ended, as mlx-lm's parser reads it
     </function>         }                        what the parser makes of the whole call, less what was given
 
-What was given is the beginning of that. Whatever is written in another way than the template teaches, such as other
-text between parameters, is not given before the end; the parser may still make something of it. Where a call proves to
-be another one than it was begun (a parameter twice, or one that never ends), what was given cannot be taken back: it is
+What was emitted is the beginning of that. Anything written differently from what the template teaches, such as other
+text between parameters, is not emitted before the end; the parser may still understand it. If a call turns out to be
+different from how it began (a parameter twice, or one that never ends), what was emitted cannot be taken back: it is
 left as it is, incomplete, as with broken JSON.
 """
 

@@ -18,7 +18,7 @@ def letter(token: int) -> str:
 
 
 def every_third(answer: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Which tokens a constrained answer may go on with."""
+    """Which tokens a constrained answer may continue with."""
     flags: np.ndarray[tuple[int], np.dtype[np.bool_]] = (np.arange(VOCABULARY) + len(answer)) % 3 != 0
     return flags
 

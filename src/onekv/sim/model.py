@@ -28,7 +28,7 @@ Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 View = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
 
 
-# Of so many tokens one is taken for too close to another when it was guessed.
+# Of this many tokens one is taken for too close to another when it was guessed.
 DOUBTFUL = 9
 
 
@@ -61,7 +61,7 @@ class HashModel(Module):
         rows = []
         for row, (sequence, length) in enumerate(zip(step.rows, step.lengths, strict=True)):
             states = [b"" if part is None else part[row].tobytes() for part in parts] if length else []
-            # What is behind a row's own tokens is for nobody.
+            # What is after a row's own tokens is for nobody.
             rows.append(self._row(views, states, sequence, length, tokens[row][: step.counts[row]]))
         if self.truth.states:
             self._write_states(memory, [prefix for _, prefix in rows])
@@ -72,7 +72,7 @@ class HashModel(Module):
     def _row(
         self, views: list[list[View]], states: list[bytes], sequence: Sequence, length: int, tokens: list[int]
     ) -> tuple[int, int]:
-        """Store `tokens` behind `length` of `sequence`; a digest of what the last one reads, and its prefix hash."""
+        """Store `tokens` after `length` of `sequence`; a digest of what the last one reads, and its prefix hash."""
         before = self._before(views, sequence, length, states)
         hashes = np.array(chain(before, tokens), np.uint64)
         last = length + len(tokens) - 1

@@ -5,7 +5,7 @@ store unreachable     any call fails
 store slow            any call takes longer than anybody waits
 store full            a put is refused
 store flips           a bit of what is read is another
-store forgets         what is asked for is gone
+store forgets         what is requested is gone
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ Promises, checked after every turn of the engine's thread unless said otherwise:
     - a copy of the prefix index that is made of its events alone is the index (`copies.py`)
     - the folder never takes more than its limit (after every change of a file)
     - whoever ended got the tokens of a model without a cache, and exactly one end; who failed had a fault of its own
-    - when all have ended nothing is held; no client waits for ever
+    - when all have ended nothing is held; no client waits forever
 """
 
 import shutil
@@ -68,7 +68,7 @@ class World:
         self.clients: list[Client] = []
         # Per open sequence: its request, the prefix hashes of its tokens, and how many of them are known.
         self._hashes: dict[Sequence, _Known] = {}
-        # Prefix hashes of all that was ever computed, by salt, and conversations that can go on.
+        # Prefix hashes of all that was ever computed, by salt, and conversations that can continue.
         self.seen: dict[str, set[int]] = {}
         self.talks: list[tuple[str, list[int]]] = []
         # What was asked to be pinned; unpinning what is not is no mistake.
@@ -376,7 +376,7 @@ class World:
                     raise Violation("a snapshot is not of the tokens it is kept under")
 
     def drain(self) -> None:
-        """Nothing more goes wrong; all that was asked for comes to its end, and nothing is held."""
+        """Nothing more goes wrong; all that was requested comes to its end, and nothing is held."""
         self.faults.disarm()
         still = 0
         while not (self.engine.idle and self.thread.quiet):
@@ -443,7 +443,7 @@ class World:
         if requests and requests[0].state == "prefilling":
             self.counts["pass of one prompt" if len(requests) == 1 else "pass of several prompts"] += 1
         if self.faults.strikes("model"):
-            # Decoding is one step for all that run, also where rows are computed one by one.
+            # Decoding is one step for all that run, even where rows are computed one by one.
             self._blame(*(running if requests and requests[0].state == "running" else requests))
             raise Injected("the model failed")
         if len(requests) == len(sequences) and requests[0].state == "running" and self.faults.strikes("nan"):

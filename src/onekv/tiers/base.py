@@ -1,32 +1,32 @@
-"""What a tier is: a place for blocks that the pool has no room for.
+"""What a tier is: storage for blocks that do not fit in the pool.
 
 A tier keeps *parts*. A part is one group's block of a node of the prefix index, or the recurrent states at a node's end
-(`STATES`). It is named by the node's key and has one content for ever, byte for byte what the pool had, so a part is
-added and removed, never changed. Nothing is encoded on the way.
+(`STATES`). It is named by the node's key and its content is immutable, byte for byte what the pool had, so parts are
+added and removed, never changed. Nothing is re-encoded on the way.
 
 Who owns a part while it moves:
 
     out    the engine's thread copies it from the pool into a buffer of the tier (`offer`; see `staging`). From then on
-           the block is free; the buffer is the one copy in RAM until it is stored. A tier that has no buffer left says
-           so at once and the block is lost: decoding never waits for a tier.
-    in     the engine's thread says early what it will need (`expect`), so that it stays and can be brought nearer,
-           while other requests are computed. Between two steps it says where parts belong, in blocks that are reserved
-           in the pool, and until it returns `read` reads, checks and puts them there, perhaps with threads of the tier.
-           Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. What the tier has stays
-           there, as a clean copy: evicting that block later costs no write.
+           the block is free; the buffer is the only copy in RAM until it is stored. If the tier has no buffer left, it
+           says so at once and the block is lost: decoding never waits for a tier.
+    in     the engine's thread announces early what it will need (`expect`), so that it is kept and can be prefetched
+           while other requests are computed. Between two steps it says where parts belong, in blocks reserved in the
+           pool, and `read` reads and verifies them and puts them there before it returns, perhaps with the tier's
+           threads. Nobody else touches the pool meanwhile, and no thread of the tier does afterwards. The tier keeps
+           its clean copy: evicting that block later costs no write.
 
-A tier that others read, too, takes copies of what RAM keeps: it says which nodes it wants (`wants`) when they have
-been used, and is offered them between later steps, as fast as it has buffers.
+A shared tier takes copies of what stays in RAM: it says which nodes it wants (`wants`) when they have been used, and is
+offered them between later steps, as fast as it has buffers.
 
-Looking up may take long where a tier has to ask elsewhere. `find` and `tails` then give None: not known yet. The tier
-goes on finding out, and who asked asks again, with the same keys, between two steps. An answer is as good as when it
-was given: a part that is gone by the time it is read is one that could not be read. Reading may take long, too: then
-what is expected comes in threads of the tier, `ready` says what has come, and only that is read.
+A lookup may take long if the tier is remote. `find` and `tails` then return None: not known yet. The tier continues the
+lookup, and the caller repeats the call, with the same keys, between two steps. An answer may be outdated: a part that
+is gone by the time it is read counts as one that could not be read. Reading may take long, too: then expected parts are
+fetched by the tier's threads, `ready` returns those that have arrived, and only those are read.
 
-All methods are called by the engine's thread alone. Sizes are bytes: of what a part takes in the tier, header and
-all. Budgets are bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
+All methods are called by the engine's thread only. Sizes are in bytes: what a part takes in the tier, including its
+header. Budgets are in bytes, too: what the tier holds (`limit`), what it has in RAM (`staging`).
 
-A tier never fails a request. What cannot be read is a part that is not there: it is dropped, counted and logged once.
+A tier never fails a request. A part that cannot be read counts as missing: it is dropped, counted and logged once.
 """
 
 import math
@@ -61,10 +61,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class TierStats:
-    """Counts since the tier was opened, but for `blocks` and `bytes`, which are there now.
+    """Counts since the tier was opened, except for `blocks` and `bytes`, which are there now.
 
     A hit is a part that was promoted. `discarded`: parts that were evicted from RAM and not stored, because there was
-    no buffer for them, or the tier could not take them. `corrupt`: parts that were there and could not be used.
+    no buffer for them, or the tier rejected them. `corrupt`: parts that were found but could not be used.
     """
 
     name: str
@@ -76,21 +76,21 @@ class TierStats:
     promoted_seconds: float
     writes: int
     written_bytes: int
-    # Evicted from the tier to hold its limit.
+    # Evicted from the tier to stay within its limit.
     evicted: int
     discarded: int
     corrupt: int
-    # Bytes that wait to be written now.
+    # Bytes currently queued to be written.
     queued_bytes: int
     # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
-    # Of tiers on other machines. How often it was paused; look-ups and transfers that took too long; hits that were not
-    # used because computing is faster; parts that somebody wrote who does not know the secret.
+    # Remote tiers only: how often it was paused; lookups and transfers that took too long; hits that were not used
+    # because computing is faster; parts written by somebody who does not know the secret.
     pauses: int = 0
     late: int = 0
     not_worth: int = 0
     forged: int = 0
-    # Running estimates: seconds until an answer begins, and bytes per second then; 0 before anything was measured.
+    # Running estimates: seconds until a response begins, and bytes per second then; 0 before anything was measured.
     latency: float = 0.0
     bandwidth: float = 0.0
 
@@ -100,7 +100,7 @@ class TierStats:
 
     @property
     def summary(self) -> str:
-        """A few words; a tier without a limit of its own does not know what it has."""
+        """In a few words; a tier without its own limit does not know its contents."""
         if self.limit:
             return f"{self.blocks} blocks, {format_size(self.bytes)} of {format_size(self.limit)}"
         speed = f", {format_size(self.bandwidth)}/s" if self.bandwidth else ""
@@ -109,10 +109,10 @@ class TierStats:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a part is to be read to: memory as long as its content, or what is to be done with the content.
+    """Where to read a part to: memory of its size, or a function that takes the content.
 
-    A function is called once, perhaps by a thread of the tier, with bytes that were checked, which it must not keep.
-    Memory is written to before they are.
+    A function is called once, perhaps by a thread of the tier, with verified bytes, which it must not keep. Memory is
+    written to before verification.
     """
 
     key: bytes
@@ -126,26 +126,24 @@ class Tier(Protocol):
     def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry] | None:
         """Those of `keys` that the tier has something of, ready to be read.
 
-        None: it is not known yet; ask again, with the same keys. Waits for that for at most `seconds`. Looking up a
-        prompt takes several questions, which are all asked again: what has been answered once is answered at once for
-        some seconds.
+        None: not known yet; ask again, with the same keys. Waits at most `seconds`. Looking up a prompt takes several
+        calls, which are all repeated: what has been answered once is answered at once for some seconds.
         """
 
     def has(self, key: bytes, part: int) -> bool:
-        """Whether it is known, without asking anybody, that a part is there or on its way there."""
+        """Whether a part is known, without a lookup, to be there or in flight."""
 
     def tails(self, parent: bytes, seconds: float = 0.0) -> list[Entry] | None:
         """The partial blocks that continue `parent`: ends of conversations. None and `seconds`: as for `find`."""
 
     def recent(self, count: int) -> list[Address]:
-        """At most `count` nodes, those used last first. Asked once, at the start; a tier that cannot say has none."""
+        """At most `count` nodes, most recently used first. Called once, at startup; none if the tier cannot tell."""
         return []
 
     def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
-        """Take a part, whose content `fill` copies into the buffer it is given; False if there was no room.
+        """Accept a part, whose content `fill` copies into the buffer it is given; False if there was no room.
 
-        A part that is there already, or on its way there, is not taken again, and that is True. With `wait`, wait for
-        room.
+        A part that is already there or in flight is not copied again and returns True. With `wait`, wait for room.
         """
 
     def expect(self, parts: Sequence[tuple[bytes, int]]) -> None:
@@ -155,37 +153,37 @@ class Tier(Protocol):
         """These will not be read after all."""
 
     def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
-        """Those of the expected `parts` that `read` has an answer for at once; waits for one for at most `seconds`."""
+        """Those of the expected `parts` that `read` can answer at once; waits at most `seconds` for one."""
         return parts
 
     def read(self, targets: Sequence[Target], seconds: float = math.inf) -> list[bool | None]:
-        """Read parts that were expected, several at once, and begin none after `seconds`.
+        """Read expected parts, several at once, and start none after `seconds`.
 
-        None: there was no time for it; it is still expected. False: it could not be read; what memory was given for it
-        holds is worthless.
+        None: there was no time for it; it is still expected. False: it could not be read; the memory given for it has
+        undefined contents.
         """
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """They were used now, the last of them last: it is the last to be evicted."""
+        """They were used now, in this order: the last is evicted last."""
 
     def wants(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Those of these nodes, all in RAM, that are to be offered although they stay there."""
+        """Those of these nodes, all in RAM, that the tier wants copies of."""
         return []
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """So many tokens of prompts were computed in that time: what reading has to beat."""
+        """This many prompt tokens were computed in that time: the speed that reading has to beat."""
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these nodes."""
+        """Drop these nodes."""
 
     def clear(self) -> None:
-        """Forget everything of this model."""
+        """Drop everything of this model."""
 
     def flush(self) -> None:
-        """Returns when all that was offered is stored."""
+        """Returns when everything offered is stored."""
 
     def stats(self) -> TierStats:
-        """What it did and has."""
+        """Counts and contents."""
 
     def close(self) -> None:
-        """Store what was offered, end all threads, let go of what it holds. Closing twice is allowed."""
+        """Store what was offered, end all threads, release everything. Closing twice is allowed."""

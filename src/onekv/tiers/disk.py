@@ -1,19 +1,19 @@
 """The disk tier: parts as files of one folder, found by an index.
 
-    engine's thread   asks the index (its own connection), fills buffers and takes their checksums, reads parts
+    engine's thread   queries the index (its own connection), fills and checksums buffers, reads parts
     writer            one thread; the only one of the tier that changes the folder (`writer`)
-    readers           one thread reads parts beside the engine's, another tells the system to read ahead (`reader`)
+    readers           one thread reads parts beside the engine's, another asks the system to prefetch (`reader`)
 
-Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for parts that wait to be
-written, and one part for each of the two threads that read. Tiers of several models may have one folder open
-(`opened`): the limit is for everything in it, at every instant. The index answers at once, so `find` and `tails` need
-no `seconds`. Every trouble with files costs the parts it concerns; trouble with the index, or a folder that is gone,
-ends the tier: then it has nothing, takes nothing, and says why (`stats().failed`).
+Threads start when there is something for them to do. In RAM the tier takes `staging` bytes for queued writes, and one
+part for each of the two threads that read. Tiers of several models may share one folder (`opened`): the limit covers
+everything in it, at every instant. The index answers at once, so `find` and `tails` need no `seconds`. An error with a
+file costs only the parts concerned; an error with the index, or a folder that is gone, disables the tier: then it has
+nothing, accepts nothing, and reports why (`stats().failed`).
 
 For a simulation, `DiskTier(threads=False, files=..., clock=...)` is the same tier, driven from outside (see `files`).
-Nothing happens on its own then: the writer does a task when `work` is called, and what has to wait for it (`flush`,
-`offer(wait=True)`, `close`) does tasks meanwhile; parts are read by the caller's thread, and nothing is read ahead. The
-index stays a real SQLite file. `kill` leaves the folder as the end of the process would.
+Nothing happens by itself then: the writer runs a task when `work` is called, and calls that have to wait for it
+(`flush`, `offer(wait=True)`, `close`) run tasks meanwhile; the caller's thread reads parts, and nothing is prefetched.
+The index is still a real SQLite file. `kill` leaves the folder as the death of the process would.
 """
 
 import math
@@ -68,7 +68,7 @@ class DiskTier:
         if limit < LEAST_LIMIT:
             raise SettingError(
                 f"--disk-limit is {format_size(limit)}; it must be at least {format_size(LEAST_LIMIT)}, "
-                "which the index of the disk cache may take"
+                "which the disk cache's index may need"
             )
         self._images = dict(images)
         self._threads = threads
@@ -116,7 +116,7 @@ class DiskTier:
                 # Other tiers use it.
                 self._shared.fail(error)
             else:
-                # Without it, all starts anew.
+                # Without it, all starts over.
                 self._open(fingerprint, name, str(error))
 
     def _open(self, fingerprint: str, name: str, damage: str | None = None) -> None:
@@ -168,7 +168,7 @@ class DiskTier:
         return self._question(lambda index: index.status(Name(self._model, key, part)) == Status.READY, False)
 
     def _question(self, question: Callable[[DiskIndex], Answer], nothing: Answer) -> Answer:
-        """What the index says; `nothing` if it has failed or is about to be emptied."""
+        """The index's answer; `nothing` if it has failed or is about to be emptied."""
         shared = self._shared
         with self._asking:
             if self._closed or self._index is None or shared.failed is not None or shared.clearing:
@@ -258,7 +258,7 @@ class DiskTier:
         return answers
 
     def _damaged(self, tasks: list[Load]) -> None:
-        """Have parts that cannot be used removed. One that was evicted or cleared meanwhile is not damaged."""
+        """Queue the removal of parts that cannot be used. One that was evicted or cleared meanwhile is not damaged."""
         if tasks:
             now = self._rows([(task.target.key, task.target.part) for task in tasks])
             for task, still in zip(tasks, now, strict=True):
@@ -305,7 +305,7 @@ class DiskTier:
             size = sum(self._folder.sizes().values())
         except OSError as error:
             size = 0
-            # What is out of use has been told of.
+            # What is disabled has been told of.
             if self._shared.failed is None:
                 self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
         with self._shared.lock:
@@ -328,7 +328,7 @@ class DiskTier:
             )
 
     def work(self, tasks: int = 1) -> bool:
-        """Without threads: do the writer's next tasks here; False if there was nothing to do."""
+        """Without threads: run the writer's next tasks here; False if there was nothing to do."""
         assert not self._threads, "the writer has a thread"
         done = 0
         while done < tasks and self._writer.step():
@@ -336,7 +336,7 @@ class DiskTier:
         return done > 0
 
     def kill(self) -> None:
-        """Without threads: let go of the folder as the end of the process would, for a new tier to open it.
+        """Without threads: release the folder as the death of the process would, for a new tier to open it.
 
         What the index has not committed is gone, what it has is in its log, no file is touched, the lock is free.
         """
@@ -385,7 +385,7 @@ class DiskTier:
             self._shared.fail(error)
 
     def _remove_damaged(self) -> None:
-        """A damaged index would end the next tier as well: without it, that one starts anew."""
+        """A damaged index would end the next tier as well: without it, that one starts over."""
         if self._opened.index_damaged and self._folder.there():
             try:
                 self._folder.remove_index()

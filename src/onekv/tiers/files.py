@@ -1,14 +1,14 @@
-"""What the disk tier asks of the operating system: files and the time. Nothing else of the tier calls it, but SQLite.
+"""The disk tier's calls to the operating system: files and the time. Nothing else in the tier makes any, except SQLite.
 
-Both classes can be replaced, which is how a simulation drives the real tier (`DiskTier(files=..., clock=...)`): derive
-from `Files`, do something before or after what a method does, and call it, or raise what the system could raise. Every
-method is called without a lock of the tier being held, and with threads by several of them at once.
+Both classes can be replaced, so that a simulation can drive the real tier (`DiskTier(files=..., clock=...)`): subclass
+`Files`, do something before or after calling the original method, or raise what the system could raise. Methods are
+called without holding any of the tier's locks, and by several threads at once if there are threads.
 
     no space, a broken disk   raise OSError with that errno, or give 0 from `free`
-    a short write             write less than was asked for and return how much that was
+    a short write             write less than was requested and return how much that was
     a bit flip                change what `read` has put into its views, or what `write` is given
     a vanished file           raise FileNotFoundError, or remove it
-    a kill                    raise an exception that is no `Exception` (class Kill(BaseException)): the tier does
+    a kill                    raise an exception that is not an `Exception` (class Kill(BaseException)): the tier does
                               nothing more on its way out, neither to files nor to the index. A torn write is a part
                               of `write`, then a kill. See `DiskTier.kill`.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 Where = str | Path
 
-# NONBLOCK is for a pipe that somebody has put there: opening it would wait for ever.
+# NONBLOCK is for a pipe that somebody has put there: opening it would wait forever.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 # A new file, or an old one emptied.
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -49,11 +49,11 @@ class Files:
         os.close(handle)
 
     def read(self, handle: int, views: Sequence[memoryview]) -> int:
-        """Read on from where it was; how many bytes that were, 0 at the end."""
+        """Read from the current position; returns the number of bytes, 0 at the end."""
         return os.readv(handle, views)
 
     def write(self, handle: int, data: memoryview) -> int:
-        """Write at least one byte of them; how many that were."""
+        """Write at least one byte of them; returns how many."""
         return os.write(handle, data)
 
     def rename(self, old: Where, new: Where) -> None:
@@ -91,7 +91,7 @@ class Files:
             )
 
     def free(self, folder: Where) -> int:
-        """Bytes that the disk has left for us."""
+        """Bytes available to us on the disk."""
         status = os.statvfs(folder)
         return status.f_bavail * status.f_frsize
 
@@ -105,7 +105,7 @@ class Files:
             return False
 
     def read_ahead(self, handle: int) -> None:
-        """Ask the system to have a file in its memory soon, where it can be asked."""
+        """Ask the system to prefetch a file, where that is supported."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -118,7 +118,7 @@ class Clock:
         return time.time()
 
     def monotonic(self) -> float:
-        """Seconds that go on evenly, for deadlines."""
+        """A steady clock in seconds, for deadlines."""
         return time.perf_counter()
 
     def today(self) -> str:
@@ -147,7 +147,7 @@ def read_file(files: Files, path: Where, size: int, views: list[memoryview]) -> 
             return found
         got = files.read(handle, views)
         while 0 < got < size:
-            # A file system that gives less than it is asked for.
+            # A file system that returns less than was requested.
             more = files.read(handle, _after(views, got))
             if not more:
                 break

@@ -149,7 +149,7 @@ class Folder:
         return self.root / f"{model}.turns"
 
     def unlink(self, model: str, key: bytes, part: int) -> int:
-        """Remove a part's file and what is left of writing it, if they are there; how many bytes that were."""
+        """Remove a part's file and its temporary file, if they exist; returns how many bytes that freed."""
         path = self.path(model, key, part)
         return self._unlink(path) + self._unlink(path + TEMPORARY)
 
@@ -181,7 +181,7 @@ class Folder:
         return {name: file_size(self.root / name, self.files) for name in names}
 
     def free(self) -> int:
-        """Bytes that the disk has left for us."""
+        """Bytes available to us on the disk."""
         return self.files.free(self.root)
 
     def has_models(self) -> bool:
@@ -215,7 +215,7 @@ class Folder:
         return [item.name for item in self.files.items(self.root) if item.is_file and _TURNS.fullmatch(item.name)]
 
     def remove_files(self) -> tuple[int, int]:
-        """Remove all parts of all models; how many files and bytes that were."""
+        """Remove all parts of all models; returns the number of files and bytes."""
         files = size = 0
         for found in list(self.scan()):
             if isinstance(found, Found):
@@ -233,7 +233,7 @@ class Folder:
             _remove_folder(self.files, f"{self.root}/{model}")
 
     def _models(self) -> list[str]:
-        """The folders of models. A link is not followed: what is behind it is not ours."""
+        """The folders of models. Links are not followed: their targets are not ours."""
         return [item.name for item in self.files.items(self.root) if item.is_folder and _MODEL.fullmatch(item.name)]
 
     def _items(self, folder: str) -> list[Item]:
@@ -286,10 +286,10 @@ def _make(root: Path, files: Files) -> None:
         names = [item.name for item in files.items(root)]
         if others := [name for name in names if name != TAG + TEMPORARY and not _RANK.fullmatch(name)]:
             raise SettingError(
-                f"the folder {root} is not empty ({others[0]!r} is in it) and not a disk cache of OneKV; "
-                "give an empty or a new folder with --disk-cache"
+                f"the folder {root} is not empty ({others[0]!r} is in it) and not a OneKV disk cache; "
+                "choose an empty or new folder with --disk-cache"
             )
-        # By rename: a kill in between must not leave a folder that is refused for ever.
+        # By rename: a kill in between must not leave a folder that is refused forever.
         temporary = root / (TAG + TEMPORARY)
         write_file(files, files.open(temporary, NEW), memoryview(TAG_TEXT.encode()))
         files.rename(temporary, root / TAG)
@@ -322,8 +322,8 @@ def _lock(root: Path, files: Files) -> int:
         if not isinstance(error, OSError) or error.errno not in _LOCKED:
             raise
         raise FolderInUse(
-            f"the disk cache {root} is used by another process (pid {pid}); "
-            "stop that process, or give this one a folder of its own with --disk-cache"
+            f"the disk cache {root} is in use by another process (pid {pid}); "
+            "stop that process, or choose another folder with --disk-cache"
         ) from error
     return handle
 

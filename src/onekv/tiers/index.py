@@ -6,11 +6,11 @@ A part's row has one of three statuses, each committed before the next thing hap
     READY           ->  LEAVING  (row)  -> file removed -> row deleted
 
 So a kill at any instant leaves files only where a row says WRITING or LEAVING, and the next open removes those. The
-database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block. After a power cut a row may
-promise a file that did not get there, which its checksum tells; or the last changes are lost, and no row knows of a
-file. So an index that was not closed (`close_use`) is compared with the folder; another is opened without a look at it.
+database is in WAL mode with synchronous=NORMAL: nothing is flushed to disk per block. After a power failure a row may
+refer to a file that was not written, which its checksum detects; or the last changes are lost, and a file has no row.
+So an index that was not closed (`close_use`) is compared with the folder; otherwise it is opened without that.
 
-`used` is a clock that goes on over restarts: the least is evicted first.
+`used` is a clock that continues across restarts: the lowest is evicted first.
 """
 
 import sqlite3
@@ -42,7 +42,7 @@ class DiskIndex:
     """One connection, for one thread."""
 
     def __init__(self, path: Path, any_thread: bool = False, read_only: bool = False) -> None:
-        """Open what is there. With `any_thread` the caller sees to it that threads use it one at a time.
+        """Open an existing index. With `any_thread`, the caller ensures that only one thread uses it at a time.
 
         Raises sqlite3.OperationalError if it cannot be opened, another sqlite3.DatabaseError if it is not our index.
         """
@@ -67,20 +67,20 @@ class DiskIndex:
             raise IndexDamaged("it has no tables")
         version = self._ask("SELECT value FROM meta WHERE name = 'schema'")
         if version != [(str(SCHEMA),)]:
-            raise IndexDamaged(f"it is of version {version[0][0] if version else None}, not {SCHEMA}")
+            raise IndexDamaged(f"its version is {version[0][0] if version else None}, not {SCHEMA}")
         if set(self._ask("SELECT type, name, sql FROM sqlite_master")) != tables():
             raise IndexDamaged("its tables are not those of its version")
         if self._ask("PRAGMA journal_mode") != [("wal",)] or self._ask("PRAGMA page_size") != [(PAGE,)]:
             raise IndexDamaged("it is a database of another kind")
 
     def check(self) -> None:
-        """Whether the rows add up, in one look. Raises sqlite3.DatabaseError. Other damage is met where it is read."""
+        """Checks that the rows add up. Raises sqlite3.DatabaseError. Other damage is detected when it is read."""
         self._ask("BEGIN")
         try:
             counted = self._ask("SELECT parts, bytes FROM total")
             for rows in ("parts INDEXED BY by_use", "parts NOT INDEXED"):
                 if self._ask(f"SELECT count(*), ifnull(sum(size), 0) FROM {rows}") != counted:
-                    raise IndexDamaged("its rows are not those that it has counted")
+                    raise IndexDamaged("its rows do not match its counts")
             self.hashes()
             self.totals()
         finally:
@@ -107,16 +107,16 @@ class DiskIndex:
         self._db.close()
 
     def checkpoint(self) -> None:
-        """Everything into the database itself; the log is empty after it."""
+        """Write the log back into the database; the log is empty afterwards."""
         self._ask("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def shrink(self) -> None:
-        """Give pages that are not used back to the file system."""
+        """Return unused pages to the file system."""
         self._ask("PRAGMA incremental_vacuum")
         self.checkpoint()
 
     def open_use(self) -> bool:
-        """The folder will be changed, until `close_use`; whether the last who did came as far as that."""
+        """The folder will be changed, until `close_use`; returns whether the previous user got that far."""
         closed = not self._ask("SELECT value FROM meta WHERE name = 'open'")
         self._ask("INSERT OR REPLACE INTO meta VALUES ('open', 'yes')")
         # Into the database itself: the log may be lost.

@@ -1,7 +1,7 @@
-"""The folder within its limit: files and rows are changed, and the tier's counts with them.
+"""Keeps the folder within its limit: changes files and rows, and the tier's counts with them.
 
-For whoever has the folder's turn (`OpenFolder`): the writer's thread, or the opening of a tier. `Store` says in which
-order files and rows change; here is how much may be there, what goes to make room, and what is believed to be there.
+For whoever has the folder's turn (`OpenFolder`): the writer's thread, or the opening of a tier. `Store` determines the
+order in which files and rows change; this module how much may be stored, what is evicted, and what is counted.
 """
 
 import errno
@@ -30,7 +30,7 @@ class LimitedStore:
         return self._store.overhead()
 
     def may_write(self, parts: Sequence[NewPart]) -> bool:
-        """Whether there is room, made by evicting what was not used for longest, and budget. OSError: disk full."""
+        """Whether there is room, evicting the least recently used if necessary, and budget. OSError: disk full."""
         size = sum(part.row.size for part in parts)
         budget, today = self.setup.budget, self.shared.clock.today()
         if budget is not None and self.index.written(today) + size > budget:
@@ -84,9 +84,9 @@ class LimitedStore:
                 shared.refused(problem)
 
     def make_room(self, size: int, before: int = LATEST) -> bool:
-        """Evict until `size` bytes more are within the limit; False if that takes parts that are to stay.
+        """Evict until `size` more bytes fit within the limit; False if that would take parts that must stay.
 
-        To stay are parts that are being read, or were used since `before`. Raises IndexDamaged if the index keeps what
+        Parts that are being read, or were used since `before`, must stay. Raises IndexDamaged if the index keeps what
         was removed.
         """
         opened = self.setup.opened

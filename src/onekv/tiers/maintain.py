@@ -1,6 +1,6 @@
-"""What people can do with the folder of a disk cache: look into it, check it, empty it.
+"""Maintenance of a disk cache folder: inspect, verify, clear.
 
-Looking works while a server uses the folder. Checking and emptying take the folder for themselves.
+Inspecting works while a server uses the folder. Verifying and clearing need exclusive access.
 """
 
 import errno
@@ -28,7 +28,7 @@ _NO_FILE = (errno.EISDIR, errno.ELOOP)
 
 
 class IndexUnreadable(OneKVError):
-    """The index is damaged: the next open, or `verify`, starts anew."""
+    """The index is damaged: the next open, or `verify`, starts over."""
 
 
 @dataclass
@@ -165,7 +165,7 @@ def clear(folder: Path, model: str | None = None) -> tuple[int, int]:
 
 @contextmanager
 def _taken(root: Path, files: Files) -> Iterator[tuple[Store, bool]]:
-    """The folder, for this process alone, and whether its index had to be made anew."""
+    """The folder, for this process alone, and whether its index had to be rebuilt."""
     _must_be_ours(root)
     folder = Folder(root, files)
     try:
@@ -183,7 +183,7 @@ def _taken(root: Path, files: Files) -> Iterator[tuple[Store, bool]]:
 
 def _must_be_ours(root: Path) -> None:
     if not root.is_dir() or (any(root.iterdir()) and not is_ours(root)):
-        raise SettingError(f"{root} is not a disk cache of OneKV; give its folder with --disk-cache")
+        raise SettingError(f"{root} is not a OneKV disk cache; set its folder with --disk-cache")
 
 
 def _check(

@@ -1,14 +1,14 @@
-"""A folder in use, and what the tiers that use it share: a folder is one process's, and has a tier for each model.
+"""A folder in use, and what its tiers share: a folder belongs to one process, with a tier for each model.
 
-The first tier to open a folder locks it for the process and makes its index sound (`ready`); tiers of other models join
-it, and the last to leave closes it. A model has one tier: a second one finds the folder in use.
+The first tier to open a folder locks it for the process and repairs its index if necessary (`ready`); tiers of other
+models join it, and the last to leave closes it. A model has one tier: a second one finds the folder in use.
 
-`turn` is held by whoever changes files or rows. Writers take turns, task by task, so that each finds the folder as if
-it were alone; what is counted (`blocks`, `files`, `sizes`) changes with it. `lock` guards the clock and the failure; it
-is held for a moment, and no other lock is taken meanwhile.
+`turn` is held by whoever changes files or rows. Writers take turns, task by task, so that each sees the folder as if
+it were alone; the counts (`blocks`, `files`, `sizes`) change with it. `lock` guards the clock and the failure; it is
+held only briefly, and no other lock is taken meanwhile.
 
-The limit is for the whole folder, and fair: of the models that were used within a day, none is evicted for another's
-sake while it takes less than an equal share. What is beyond the shares goes by last use, whosever it is.
+The limit covers the whole folder, and is fair: of the models used within a day, none is evicted in favor of another
+while it uses less than an equal share. Usage beyond the shares is evicted in LRU order, whichever model it belongs to.
 """
 
 import os
@@ -48,7 +48,7 @@ class OpenFolder:
         self.sizes: Counter[int] = Counter()
         self.used_at: dict[int, float] = {}
         self._clock = 0
-        # Why the folder is of no use any more, and whether its index is to blame.
+        # Why the folder is no longer usable, and whether its index is to blame.
         self.failed: str | None = None
         self.index_damaged = False
 
@@ -81,7 +81,7 @@ class OpenFolder:
             elif isinstance(reason, sqlite3.Error):
                 self.failed = f"its index failed ({reason})"
             else:
-                self.failed = f"an error that should not happen ({type(reason).__name__}: {reason})"
+                self.failed = f"an unexpected error ({type(reason).__name__}: {reason})"
             # Errors of the operating system come as OperationalError: the next start looks at the index. Others say
             # that the content is wrong, or led to what nobody thought of: the next start does without it.
             self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
@@ -121,8 +121,8 @@ def join(root: Path, hash: str, expected: Callable[[], Iterable[Name]], limit: i
             opened = _OPEN[root] = OpenFolder(root, files)
         elif hash in opened.tiers:
             raise FolderInUse(
-                f"the disk cache {root} is used by this process (pid {os.getpid()}) for the same model already; "
-                "close what has it, or give this one a folder of its own with --disk-cache"
+                f"the disk cache {root} is already in use by this process (pid {os.getpid()}) for the same model; "
+                "close that one, or choose another folder with --disk-cache"
             )
         opened.tiers[hash] = expected
         opened.limit = min(opened.limit, limit)

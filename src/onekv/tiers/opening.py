@@ -22,7 +22,7 @@ from .turns import TurnsFile
 
 log = logging.getLogger("onekv.disk")
 
-# What the disk cache takes at most if nothing else is said, and which part of the free space.
+# Default limit of the disk cache, in bytes and as a fraction of the free space.
 MOST = 10 * 10**9
 SHARE = 10
 
@@ -45,7 +45,7 @@ def open_tiers(settings: Settings, plan: Plan, model: Module, name: str) -> tupl
 
 
 def stored_as(model: Module, plan: Plan) -> str:
-    """What blocks of `model` are stored under in all tiers: they are of use where it is the same. Reads all weights."""
+    """The fingerprint under which all tiers store blocks of `model`, usable wherever it is equal. Reads all weights."""
     return f"{identity(model)} {plan.stored_as}"
 
 
@@ -63,7 +63,7 @@ def open_tier(
     is none. With `inner`, a folder of that name in the one that they say. The three before: see `DiskTier`.
 
     OneKV's own folder is used by one process at a time: the second goes without a disk cache, and says so. A folder
-    that was asked for by name is not left out: then FolderInUse is raised.
+    that was requested by name is not left out: then FolderInUse is raised.
     """
     if settings.disk_cache is None:
         _check_unused(settings)
@@ -88,7 +88,7 @@ def open_tier(
     except FolderInUse as error:
         if not own:
             raise
-        log.warning("%s; going on without a disk cache", error)
+        log.warning("%s; continuing without a disk cache", error)
         return None
 
 
@@ -97,7 +97,7 @@ def _check_unused(settings: Settings) -> None:
         if getattr(settings, name) is not None and not settings.hot_only:
             flag = name.replace("_", "-")
             raise SettingError(
-                f"--{flag} is {getattr(settings, name)!r}, but there is no disk cache; give --disk-cache DIR"
+                f"--{flag} is {getattr(settings, name)!r}, but there is no disk cache; set --disk-cache DIR"
             )
 
 

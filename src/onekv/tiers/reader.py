@@ -1,11 +1,11 @@
-"""Reading parts: each as a whole, checked, and only then put where it belongs.
+"""Reading parts: each is read whole and verified, and only then copied to its place.
 
-The caller's thread reads, and one of this module's beside it. Each has a buffer of one part, which all that it reads
-goes through: the system copies into it, the checksum is taken of it, and what it holds is copied into the pool, all
-without the interpreter's lock. Parts that the caller gives memory for are read into that. A third thread asks the
-system to read ahead, which may take long: reading never waits for it.
+The caller's thread reads, and one of this module's beside it. Each has a one-part buffer for everything it reads: the
+system copies into it, it is checksummed, and copied into the pool, all without the interpreter's lock. Parts that the
+caller provides memory for are read into that. A third thread asks the system to prefetch, which may take long: reading
+never waits for it.
 The caller waits: whatever happens, no thread writes to its memory or calls its functions after `read` has returned. A
-part that cannot be used is reported as such; damaged ones are removed by the writer and are gone at once for `find`.
+part that cannot be used is reported as such; damaged ones are removed by the writer and disappear from `find` at once.
 """
 
 import errno
@@ -82,7 +82,7 @@ class Load:
     def _read(self, setup: Setup, views: list[memoryview]) -> Problem | None:
         row, image = self.row, self.image
         if row.size != image.size or len(row.address.tokens) > setup.block_tokens * TOKEN_BYTES:
-            return Problem("a row of the index has another size than the model's blocks")
+            return Problem("an index row has a different size than the model's blocks")
         try:
             path = setup.folder.path(setup.hash, row.name.key, row.name.part)
             size = read_file(setup.folder.files, path, image.size, views)
@@ -96,13 +96,13 @@ class Load:
         if digest.digest() != row.checksum:
             return Problem("a file does not match its checksum")
         if bytes(views[0][: image.header_size]) != image.header(setup.hash, row.address):
-            return Problem("a file does not match its row of the index")
+            return Problem("a file does not match its index row")
         return None
 
 
 @dataclass(frozen=True)
 class ReadAhead:
-    """Files that the system is asked to have in its memory soon."""
+    """Files that the system is asked to prefetch."""
 
     setup: Setup
     shared: Shared
@@ -157,7 +157,7 @@ class Readers:
         self._own = threading.local()
 
     def read(self, tasks: Sequence[Load], deadline: float) -> None:
-        """Do these, and begin none but one after the deadline."""
+        """Run these, and start at most one after the deadline."""
         left = deque(tasks)
         others = max(0, min(READERS, len(tasks) - 1)) if self._setup.threads else 0
         if others and self._reading is None:
@@ -182,13 +182,13 @@ class Readers:
         if problem.error is not None and not self._setup.folder.there():
             self._shared.fail(problem.error)
             return
-        message = f"The disk cache {root} is damaged: {problem.text}. The block is computed again."
+        message = f"The disk cache {root} is damaged: {problem.text}. The block is recomputed."
         self._shared.once(("read", problem.kind), message)
         if not problem.passing:
             self._writer.remove(row)
 
     def read_ahead(self, names: Sequence[tuple[bytes, int]]) -> None:
-        """Ask the system to have these files in its memory soon."""
+        """Ask the system to prefetch these files."""
         if not self._setup.threads:
             return
         if self._ahead is None:
@@ -204,7 +204,7 @@ class Readers:
     # The threads.
 
     def _load_some(self, left: deque[Load], deadline: float) -> None:
-        """Read what is left, and begin none after the deadline."""
+        """Read what is left, and start none after the deadline."""
         while left and self._shared.clock.monotonic() <= deadline:
             self._load_one(left)
 
@@ -225,7 +225,7 @@ class Readers:
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:
-    """Wait for all, also when interrupted: what they write to is not theirs."""
+    """Wait for all, even when interrupted: what they write to is not theirs."""
     try:
         wait(futures)
     finally:

@@ -1,7 +1,7 @@
-"""What the rows of the index say. Nothing of it is believed before it is checked: here, and nowhere else.
+"""Rows of the index. Nothing in them is trusted before it is validated: here, and nowhere else.
 
-The index is a file that may be damaged, and SQLite gives back whatever its cells hold: NULL, text where a number
-belongs, a number of any size. What does not look like something this tier writes raises IndexDamaged.
+The index is a file that may be damaged, and SQLite returns whatever its cells hold: NULL, text where a number belongs,
+a number of any size. A value that this tier would never write raises IndexDamaged.
 """
 
 import sqlite3
@@ -58,7 +58,7 @@ class Use:
 
 @dataclass(frozen=True)
 class NewRow:
-    """A part to be stored. `partial`: it has less tokens than a block."""
+    """A part to be stored. `partial`: it has fewer tokens than a block."""
 
     row: Row
     partial: bool

@@ -124,7 +124,7 @@ class Shared:
         self.once(
             ("write", error.errno),
             f"The disk cache {self._folder.root} cannot be written ({error.strerror}): "
-            "blocks that do not fit RAM are lost.",
+            "blocks that do not fit in RAM are lost.",
         )
 
     def discard(self) -> None:
@@ -132,7 +132,7 @@ class Shared:
             self.counts.discarded += 1
 
     def fail(self, reason: Exception) -> None:
-        """The tier is of no use from here on: it has nothing and takes nothing."""
+        """The tier is disabled from here on: it has nothing and accepts nothing."""
         new = self.opened.fail(reason)
         with self.lock:
             self.work.notify_all()
@@ -141,7 +141,7 @@ class Shared:
             return
         expected = isinstance(reason, (OSError, sqlite3.Error))
         log.error(
-            "The disk cache %s is out of use until the next start: %s.",
+            "The disk cache %s is disabled until the next start: %s.",
             self._folder.root,
             self.failed,
             exc_info=None if expected else reason,

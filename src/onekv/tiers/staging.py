@@ -2,8 +2,8 @@
 
     taken  ->  filled by the engine's thread, then the tier's until it is stored elsewhere  ->  given back, to be reused
 
-All buffers together, taken or not, take at most `limit` bytes. Its lock is held for no longer than a look; nothing else
-is locked meanwhile, so it may be called with a tier's own lock held, unless it is to wait.
+All buffers together, taken or not, use at most `limit` bytes. Its lock is held only briefly; nothing else is locked
+meanwhile, so it may be called with a tier's own lock held, unless it has to wait.
 """
 
 from threading import Condition

@@ -29,7 +29,7 @@ _PASSING = ("locked", "disk is full")
 
 
 def open_index(folder: Folder, any_thread: bool = False, damage: str | None = None) -> tuple[DiskIndex, str | None]:
-    """The index of a folder, and why it was made anew, if it was: then all parts are gone.
+    """The index of a folder, and why it was rebuilt, if it was: then all parts are gone.
 
     `damage`: what is known to be wrong with it. Raises sqlite3.Error or OSError if the disk does not allow it.
     """

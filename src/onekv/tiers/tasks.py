@@ -1,10 +1,10 @@
-"""What the writer of a disk tier is asked to do. A task knows how to run, and what follows when it is over.
+"""Tasks for the writer of a disk tier. A task knows how to run, and what to do when it is over.
 
     queued  ->  run    in the writer's thread, once; then `end`, whatever came of it
             ->  end    without having been run, if the tier has failed
             ->  drop   by a `Clear` that came after it
 
-`run` may raise: the writer says what that means for the tier. `end`, `join` and `drop` are called with the lock of
+`run` may raise: the writer decides what that means for the tier. `end`, `join` and `drop` are called with the lock of
 `Shared` held.
 """
 
@@ -104,7 +104,7 @@ class Remove(Task):
 
 @dataclass(frozen=True)
 class Drop(Task):
-    """Parts that nobody wants any more, if they are there."""
+    """Parts that are no longer wanted, if they are there."""
 
     parts: list[tuple[bytes, int]]
 
@@ -129,7 +129,7 @@ class Clear(Task):
 
 @dataclass(frozen=True)
 class Settle(Task):
-    """Uses are to be written. Who waits for `reached` waits until everything before it is done."""
+    """Writes uses. Waiting for `reached` waits until everything before it is done."""
 
     reached: Event = field(default_factory=Event)
 

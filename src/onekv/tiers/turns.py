@@ -2,10 +2,10 @@
 
     <key, 32 bytes> <length, 4> <token ids> <checksum, 8>      one after the other, the most recent last
 
-One is added at the end when a turn has been generated; when the file has become twice as large as what is still
-remembered of it, it is written anew, by renaming. A kill leaves half a record at most: reading ends where the checksum
-does not fit, and what comes before that is sound. The folder's lock keeps other processes away. What cannot be written
-is not kept over a restart, which is logged once; it is a cache.
+A record is appended when a turn has been generated; when the file is twice as large as what is still remembered, it is
+rewritten and renamed. A kill leaves at most half a record: reading ends where the checksum does not match, and
+everything before that is sound. The folder's lock keeps other processes away. Turns that cannot be written do not
+survive a restart, which is logged once; it is a cache.
 """
 
 import logging
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<I")
 _CHECKSUM = 8
 # What a turn takes in memory beside its ids, about: its key, and its place in a table.
 OVERHEAD = 256
-# A file up to this size is never written anew.
+# A file up to this size is never rewritten.
 LEAST = 1 << 20
 
 
@@ -84,7 +84,7 @@ class TurnsFile:
 
     def _give_up(self, error: OSError) -> None:
         self._works = False
-        log.warning("turns are not kept over a restart: %s (%s)", self._path.name, error.strerror)
+        log.warning("turns are not kept across restarts: %s (%s)", self._path.name, error.strerror)
 
 
 def _record(key: bytes, ids: bytes) -> bytes:

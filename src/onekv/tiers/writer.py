@@ -1,9 +1,9 @@
-"""The thread of a tier that changes the folder: it does tasks in the order they came (`tasks`), each when it has the
-folder's turn (`OpenFolder`).
+"""The thread of a tier that changes the folder: it runs tasks in FIFO order (`tasks`), each when it has the folder's
+turn (`OpenFolder`).
 
-Parts that follow each other in the queue are written together; each buffer is free as soon as its file is made. Uses
-(`touch`) are merged by node and written at most once a second, and before anything is evicted or waited for. When the
-tier has failed the thread goes on, so that nobody waits for ever, and discards.
+Consecutive parts in the queue are written together; each buffer is freed as soon as its file is written. Uses (`touch`)
+are merged by node and written at most once a second, and before anything is evicted or waited for. After the tier has
+failed, the thread keeps running, so that nobody waits forever, and discards.
 
 Without threads (`Setup.threads`) the same is done by `step`, on the thread that calls it, one task at a time.
 """
@@ -159,7 +159,7 @@ class Writer:
         except OSError as error:
             self.shared.refused(error)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the tier is out of use and says so; nobody may wait for ever for a thread that is gone.
+            # Whatever it is, the tier is disabled and says so; nobody may wait forever for a thread that is gone.
             self.shared.fail(error)
         with self.shared.lock:
             self.shared.touched.clear()

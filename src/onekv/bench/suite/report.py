@@ -46,7 +46,7 @@ def sentence(name: str, contenders: Mapping[str, Result]) -> str:
         missing = ", ".join(
             f"{who}: {each.skipped or 'no figures'}" for who, each in contenders.items() if who not in medians
         )
-        return f"Nobody to compare with ({missing})." if missing else "Nobody to compare with."
+        return f"Nothing to compare with ({missing})." if missing else "Nothing to compare with."
     ranked = sorted(medians, key=lambda who: medians[who], reverse=about.more)
     best, second = ranked[:2]
     values = f"{shown(medians[best], about.unit)} against {shown(medians[second], about.unit)}"

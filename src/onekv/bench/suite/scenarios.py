@@ -26,7 +26,7 @@ class Figure:
 _ONE = Needs()
 MOST_ANSWERS = 8
 FIRST = Figure("time to first token", "s")
-SPEED = Figure("generated tokens per second, in all", "tokens/s", more=True)
+SPEED = Figure("generated tokens per second, in total", "tokens/s", more=True)
 PEAK = Figure("peak of the process", "B")
 GROWTH = Figure("growth of the process", "B")
 
@@ -55,7 +55,7 @@ async def _turn(session: Session, messages: Messages, tokens: int, max_tokens: i
 
 
 async def _decoded(session: Session, messages: Messages, tokens: int) -> list[Answer]:
-    """Answers of at least so many tokens together: a model may end one early, and a few tokens tell no speed."""
+    """Answers of at least this many tokens together: a model may end one early, and a few tokens tell no speed."""
     answers: list[Answer] = []
     while sum(each.generated for each in answers) < tokens and len(answers) < MOST_ANSWERS:
         messages.append(_said("user", f"{words(session.text, session.sizes.new // 4)} Write a long story about that."))
@@ -203,7 +203,7 @@ SCENARIOS: dict[str, Scenario] = {
     "flat": Scenario(
         "conversations one after another",
         flat,
-        {"rise": Figure("peak in the last conversation less that in the first", "B"), "peak": PEAK, "growth": GROWTH},
+        {"rise": Figure("peak in the last conversation minus that in the first", "B"), "peak": PEAK, "growth": GROWTH},
         "whether caches grow beside what is already there",
     ),
     "share": Scenario("concurrent chats with one system prompt", share, _FIRST, _COMPUTED),
@@ -211,7 +211,7 @@ SCENARIOS: dict[str, Scenario] = {
         "a short request that arrives during a long prompt", join, _FIRST, "how long a prefill step in flight takes"
     ),
     "agent": Scenario(
-        "an agent's turns, each with all of the conversation",
+        "an agent's turns, each with the whole conversation",
         agent,
         {"total": Figure("total time", "s"), "peak": PEAK, "growth": GROWTH},
         _COMPUTED,

@@ -19,7 +19,7 @@ SAMPLE_S = 0.1
 
 
 def resident_by_ps(pid: int) -> int | None:
-    """Like `resident`, also where there is no /proc."""
+    """Like `resident`, even where there is no /proc."""
     shown = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return int(shown) * 1024 if shown else None
 

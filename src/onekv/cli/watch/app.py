@@ -182,7 +182,7 @@ class Top(App[None]):
         self.notify(message.text, severity="error" if message.failed else "information", markup=False)
 
     def _sample(self) -> None:
-        """The past goes on while the screen is paused, but not while nobody answers."""
+        """The past continues while the screen is paused, but not while nobody answers."""
         if self.snapshot is not None and self.reason is None:
             self.past.add(self.snapshot)
         self._draw()
@@ -273,12 +273,12 @@ class Top(App[None]):
 
     def _status(self) -> str:
         if self.reason is not None:
-            return f"not connected, trying again: {self.reason}"
+            return f"not connected, retrying: {self.reason}"
         models: list[dict[str, Any]] = self.snapshot["models"] if self.snapshot is not None else []
         loaded = sum(model["state"] == "loaded" for model in models)
         named = models[0]["name"] if len(models) == 1 else f"{loaded} of {len(models)} models loaded"
         requests = sum(len(model["requests"]) for model in models)
-        paused = "  PAUSED (p goes on)" if self.paused else ""
+        paused = "  PAUSED (p resumes)" if self.paused else ""
         return f"{self.server.url}  {named}  {requests} requests{paused}"
 
 
@@ -293,6 +293,6 @@ def _labelled(name: str, lines: list[str]) -> list[str]:
 def _question(model: dict[str, Any], action: str) -> str:
     if action == "unload":
         count = len(model["requests"])
-        more = f" Its requests in flight ({count}) go on to their end first." if count else ""
+        more = f" Its requests in flight ({count}) finish first." if count else ""
         return f"Unload {model['name']}?{more}"
-    return f"Load {model['name']}? It takes {format_size(model['bytes']['total'])}; others may be unloaded for it."
+    return f"Load {model['name']}? It takes {format_size(model['bytes']['total'])}; others may be unloaded for that."

@@ -1,6 +1,6 @@
 """A thread that reads snapshots from a server, for as long as somebody wants them.
 
-    connecting -> live -> away -> connecting ...     it goes on until it is stopped, whatever the server does
+    connecting -> live -> away -> connecting ...     it continues until it is stopped, whatever the server does
 
 `came` is called with every snapshot, `gone` with the reason each time that there is no connection: both in the thread.
 """
@@ -33,7 +33,7 @@ def first(server: Asking) -> Snapshot:
 def checked(server: Asking, snapshot: Snapshot) -> Snapshot:
     """Raises SettingError if it is not what this can read."""
     if not isinstance(snapshot, dict) or snapshot.get("version") != 1:
-        raise SettingError(f"the server on {server.url} is of another version than this onekv")
+        raise SettingError(f"the server on {server.url} runs a different version of OneKV")
     return snapshot
 
 

@@ -77,7 +77,7 @@ def speed(snapshot: Snapshot) -> float:
 
 def memory_title(snapshot: Snapshot) -> str:
     memory = snapshot["memory"]
-    return f"{format_size(memory['counted'])} of the budget of {format_size(memory['budget'])} are planned for"
+    return f"{format_size(memory['counted'])} of the {format_size(memory['budget'])} budget are planned"
 
 
 def bars(snapshot: Snapshot) -> list[Bar]:
@@ -122,7 +122,7 @@ def _tier(name: str, rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     failed = next((row["failed"] for row in rows if row["failed"]), None)
     if failed is not None:
-        return f"{name}: out of use: {failed}"
+        return f"{name}: disabled: {failed}"
     read, seconds, written = (
         sum(row[key] for row in rows) for key in ("promoted_bytes", "promoted_seconds", "written_bytes")
     )

@@ -43,7 +43,7 @@ class Backend(ABC):
     eager: ClassVar[bool] = False
     # Whether `decode` stores the step's tokens; if not, they are stored before it is called.
     stores: ClassVar[bool] = False
-    # Whether it does so also where rows are tokens of one sequence (`GroupStep.repeated`), before the first row reads.
+    # Whether it does so even where rows are tokens of one sequence (`GroupStep.repeated`), before the first row reads.
     stores_several: ClassVar[bool] = False
 
     def __init__(self, kv: LayerKV) -> None:

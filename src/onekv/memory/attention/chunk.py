@@ -7,7 +7,7 @@ from ...loops import prompts
 from ..hook import Mask
 from .softmax import POWERS_OF_2
 
-# Scores of so many bytes at a time.
+# Scores of this many bytes at a time.
 TILE_BYTES = 4 * 2**20
 
 

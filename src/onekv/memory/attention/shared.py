@@ -81,7 +81,7 @@ class Together:
                 places[row].append(end)
                 end += 1
         most = max(map(len, places))
-        # Rows that share less have sums of nothing: those behind all others.
+        # Rows that share less have sums of nothing: those after all others.
         self.places = mx.array(np.array([some + [end] * (most - len(some)) for some in places], np.uint32))
 
 

@@ -21,7 +21,7 @@ from .base import Backend, Call
 from .layer import Pair, gather
 from .softmax import POWERS_OF_2
 
-# Keys or values of so many bytes, in float32, are one tile.
+# Keys or values of this many bytes, in float32, are one tile.
 TILE_BYTES = 2**20
 # Queries per KV head.
 FEW = 8

@@ -51,7 +51,7 @@ def pack(pairs: mx.array, bits: int) -> mx.array:
 
 
 def unpack(octets: mx.array, bits: int) -> mx.array:
-    """The inverse of `pack`, but for what lies above each pair."""
+    """The inverse of `pack`, except for what lies above each pair."""
     if bits == 4:
         return octets
     # The widest words that a third of a row of 3 bits, or a row of 2 bits, is made of: few wide ones cost less.

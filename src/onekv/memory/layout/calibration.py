@@ -4,7 +4,7 @@ While the model runs, `mx.fast.rope` is watched (`traces`). Keys that a layer st
 have the mean of what the call was given, and are turned like it; other keys have the mean of what is stored.
 
 The text is short and of several kinds. It is not looked at again: whoever gives the same tokens to the same model gets
-the same centres, but for rounding, which moves what is put back as little as it moves everything else.
+the same centres, except for rounding, which moves what is put back as little as it moves everything else.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -40,7 +40,7 @@ def read_layout(model: Module, max_kv_size: int | None = None) -> Layout:
 def stock_caches(model: Module) -> list[Any]:
     """mlx-lm's own caches for `model`: they say what each layer keeps.
 
-    Also where `onekv.mlx_lm.install` has put others in their place: those know which ones they stand for.
+    Even where `onekv.mlx_lm.install` has put others in their place: those know which ones they stand for.
     """
     made = model.make_cache() if hasattr(model, "make_cache") else [KVCache() for _ in model.layers]
     return [_stock(cache) for cache in made]

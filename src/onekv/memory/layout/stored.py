@@ -7,7 +7,7 @@ from .types import KVLayer, Layout
 
 
 def encoded(layout: Layout, format: KVFormat, plain_layers: int) -> Layout:
-    """`layout` with its keys and values stored in `format`, but for the first and the last `plain_layers` layers.
+    """`layout` with its keys and values stored in `format`, except for the first and the last `plain_layers` layers.
 
     Recurrent states stay as they are. Raises UnsupportedLayerError for head dims that the format cannot store.
     """

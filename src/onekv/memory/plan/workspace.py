@@ -12,7 +12,7 @@ from ..pool.table import blocks_needed
 
 # Attention scores of a prefill step stay below this: long contexts are read in smaller chunks.
 SCORES = 256 * 2**20
-# And so do logits of a prompt's tokens, where they are asked for.
+# And so do logits of a prompt's tokens, where they are requested.
 SCORED = 64 * 2**20
 
 

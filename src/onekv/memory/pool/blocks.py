@@ -98,7 +98,7 @@ class Blocks:
             self._arrays, self._addresses = list(zip(arrays, starts, strict=False)), addresses
 
     def write(self, block: int, data: memoryview) -> None:
-        """Copy a block to where the arrays were found; no step may be in the air."""
+        """Copy a block to where the arrays were found; no step may be in flight."""
         for rows, start in self._arrays:
             rows[:, block] = _part(data, rows, start)
 
@@ -120,7 +120,7 @@ def _part(data: memoryview, rows: Bytes, start: int) -> Bytes:
 
 
 def write_block(pool: Pool, block: int, data: memoryview) -> None:
-    """Copy a block into the pool, where the host has no access to it. No step may be in the air."""
+    """Copy a block into the pool, where the host has no access to it. No step may be in flight."""
     source = np.frombuffer(data, np.uint8)
     start = 0
     slots = slice(block * pool.block_size, (block + 1) * pool.block_size)
@@ -184,7 +184,7 @@ def _parts(states: Sequence[State]) -> Iterator[mx.array]:
 
 
 def shared_memory() -> bool:
-    """Whether the host reads and writes the memory the device works on: true but for CUDA."""
+    """Whether the host reads and writes the memory the device works on: true except for CUDA."""
     return kind() != "cuda"
 
 

@@ -139,8 +139,8 @@ class Pool:
     def take(self, count: int, after: int | None, room: int) -> list[int]:
         """Turn `count` reserved blocks into held ones, adjacent to each other and to block `after` if possible.
 
-        `room` is how many blocks the sequence may want in all: a new run is placed where they all fit. So many must be
-        free: evict first.
+        `room` is how many blocks the sequence may need in total: a new run is placed where they all fit. That many must
+        be free: evict first.
         """
         if count > self._free:
             raise IntegrityError(f"{count} blocks of {self.group.rule} are to be taken and {self._free} are free")

@@ -41,7 +41,7 @@ class Sequence:
         """Only the first `length` tokens are left. Raises IntegrityError if a window has given back what they read."""
         for table in self.tables:
             if not table.readable(length):
-                raise IntegrityError(f"{table.rule}: what a query at {length} reads was given back")
+                raise IntegrityError(f"{table.rule}: what a query at {length} reads was released")
         for table in self.tables:
             table.truncate(length)
         self.length, self.anchor = length, None

@@ -130,7 +130,7 @@ class Table:
         return self.first <= self.kept or self.rule.first(length) // self.pool.block_size >= self.first
 
     def truncate(self, length: int) -> None:
-        """Give back the blocks behind the first `length` positions; their number stays reserved."""
+        """Give back the blocks after the first `length` positions; their number stays reserved."""
         count = -(-length // self.pool.block_size)
         if count < len(self.blocks):
             self.pool.release(self.blocks[count:])

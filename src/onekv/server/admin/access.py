@@ -1,4 +1,4 @@
-"""Who may look at what is about all keys, and when there is something to look at."""
+"""Who may see figures about all keys, and when they are available."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from ..models.registry import Models
 def administrator(request: Request) -> None:
     """What is about all keys is for the first one alone."""
     if not request.state.administrator:
-        raise ForbiddenError("this is for the first of the server's API keys")
+        raise ForbiddenError("this requires the server's first API key")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def loaded(request: Request) -> None:
     backend: Backend | None = request.app.state.backend
     ready = models.ready if models is not None else backend is not None and backend.loaded
     if not ready:
-        raise LoadingError("the model is being loaded; try again later, when /health/ready answers 200")
+        raise LoadingError("the model is being loaded; try again later, when /health/ready returns 200")
 
 
 LOADED = [Depends(loaded)]

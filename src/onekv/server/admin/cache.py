@@ -1,4 +1,4 @@
-"""GET and DELETE /admin/cache: who holds which bytes; forget what is not in use."""
+"""GET and DELETE /admin/cache: who holds which bytes; drop what is not in use."""
 
 from dataclasses import asdict
 from typing import Any
@@ -43,7 +43,7 @@ def _pool(pool: PoolStats) -> dict[str, Any]:
 
 @router.delete("/admin/cache", dependencies=ADMINISTRATOR)
 async def clear(request: Request) -> dict[str, int]:
-    """Forget what no running request uses and nobody has pinned, of all keys; answers how much that freed."""
+    """Drop what no running request uses and nobody has pinned, for all keys; returns how much that freed."""
     models: Models | None = request.app.state.models
     backends = [request.app.state.backend] if models is None else list(models.backends().values())
     freed = [await backend.call(LLM.clear_cache) for backend in backends]

@@ -1,4 +1,4 @@
-"""GET /health, /health/live and /health/ready: whether the engine gets on, for people and for probes.
+"""GET /health, /health/live and /health/ready: whether the engine makes progress, for people and for probes.
 
 /health, /health/ready    200 where requests are served; 503 while the model is loaded, while the server shuts down, and
                           where the engine is stuck or has ended

@@ -1,4 +1,4 @@
-"""GET /admin/live: what there is, as server-sent events: a snapshot now, and one whenever something has changed."""
+"""GET /admin/live: live state as server-sent events: a snapshot now, and one whenever something has changed."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import StreamingResponse

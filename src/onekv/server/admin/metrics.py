@@ -21,7 +21,7 @@ router = APIRouter()
 
 @router.get("/metrics", dependencies=ADMINISTRATOR)
 async def metrics(request: Request) -> Response:
-    """In Prometheus' text format. In the midst of a long step the gauges are those from before it."""
+    """In Prometheus' text format. During a long step the gauges are those from before it."""
     models: Models | None = request.app.state.models
     if models is not None:
         loaded = models.backends()

@@ -1,6 +1,6 @@
-"""GET /admin/models: which models are loaded, and why not others; how far a load is; who waits.
+"""GET /admin/models: which models are loaded, and why others are not; progress of loads; queued requests.
 
-POST /admin/models/NAME/load, /unload, /pin and /unpin change that. All of them answer what GET answers.
+POST /admin/models/NAME/load, /unload, /pin and /unpin change that. All of them respond like GET.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ async def models(request: Request) -> dict[str, Any]:
 
 @router.post("/admin/models/{name:path}/load")
 async def load(name: str, request: Request) -> dict[str, Any]:
-    """Answers when it is loaded, as for a request that needs it."""
+    """Responds when it is loaded, as for a request that needs it."""
     await hold(request, _models(request), _models(request).find(name))
     return overview(_models(request))
 
 
 @router.post("/admin/models/{name:path}/unload")
 async def unload(name: str, request: Request) -> dict[str, Any]:
-    """Answers when it is unloaded: what is being answered by it goes on to its end. Also where it is pinned."""
+    """Responds when it is unloaded: its requests in flight finish first. Works even if it is pinned."""
     await asyncio.to_thread(_models(request).unload, _models(request).find(name))
     return overview(_models(request))
 
@@ -54,5 +54,5 @@ async def unpin(name: str, request: Request) -> dict[str, Any]:
 def _models(request: Request) -> Models:
     models: Models | None = request.app.state.models
     if models is None:
-        raise NotFoundError("this server has one model, from its start to its end; give it several, or --memory")
+        raise NotFoundError("this server has a single model that stays loaded; start it with several, or with --memory")
     return models

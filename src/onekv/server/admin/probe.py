@@ -1,4 +1,4 @@
-"""POST /admin/cache/probe: how much of a prompt is cached, and where it leaves what is."""
+"""POST /admin/cache/probe: how much of a prompt is cached, and where it diverges."""
 
 import asyncio
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ async def probe(request: Request, body: ProbeBody) -> dict[str, Any]:
 
 def _tokens(backend: Backend, body: ProbeBody) -> tuple[ChatCall | None, list[int]]:
     if (body.prompt is None) == (body.messages is None):
-        raise BadRequestError("give either prompt or messages", "prompt")
+        raise BadRequestError("set either prompt or messages", "prompt")
     if body.messages is not None:
         messages = [message.as_message() for message in body.messages]
         tools = [tool.function.as_tool() for tool in body.tools or []]

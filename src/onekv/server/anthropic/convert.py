@@ -1,6 +1,6 @@
 """From a body of the Messages API to the common `ChatCall`.
 
-Thinking is off unless it is asked for, as in Anthropic's API: a client that did not ask has max_tokens for the answer
+Thinking is off unless it is requested, as in Anthropic's API: a client that did not ask has max_tokens for the answer
 alone, and reads the first block as text. `enabled` and `disabled` are passed to the template, which may have a switch;
 `adaptive` leaves it to the template. A model that thinks although it should not does so unseen (`messages.py`).
 """

@@ -9,7 +9,7 @@ figures.py     what a publisher did, as metrics
     onekv-events       Unsent.take -> PUB: topic, sequence number, batch
                        ROUTER: what a subscriber missed, or all there is
 
-A publisher belongs to a model, not to its backend: a model that is unloaded and loaded again goes on in the same
-stream. What the thread has sent it also applies to a copy of its own, so that it can tell everything that is true after
-a sequence number without asking the engine.
+A publisher belongs to a model, not to its backend: a model that is unloaded and reloaded continues the same stream. The
+thread also applies what it has sent to its own copy, so that it can report the complete state after a sequence number
+without asking the engine.
 """

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class EventStats:
-    """Counts since the start, but for `blocks`, which are there now, as far as was told."""
+    """Counts since the start, except for `blocks`, which are there now, as far as was told."""
 
     batches: int
     stored: int
@@ -30,18 +30,18 @@ class EventFigures(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        told = CounterMetricFamily("onekv_kv_events", "Events that were sent to routers.", labels=["kind"])
+        told = CounterMetricFamily("onekv_kv_events", "Events sent to routers.", labels=["kind"])
         for kind in ("stored", "removed", "cleared"):
             told.add_metric([kind], getattr(stats, kind))
         answers = CounterMetricFamily(
-            "onekv_kv_event_replays", "Requests for missed events, by what they got.", labels=["answer"]
+            "onekv_kv_event_replays", "Requests for missed events, by response.", labels=["answer"]
         )
         answers.add_metric(["kept"], stats.replays)
         answers.add_metric(["all"], stats.snapshots)
         yield told
-        yield CounterMetricFamily("onekv_kv_event_batches", "Messages that these were in.", value=stats.batches)
+        yield CounterMetricFamily("onekv_kv_event_batches", "Messages in which events were sent.", value=stats.batches)
         yield CounterMetricFamily(
-            "onekv_kv_events_undone", "Events that later ones undid before they were sent.", value=stats.undone
+            "onekv_kv_events_undone", "Events undone by later ones before they were sent.", value=stats.undone
         )
         yield answers
-        yield GaugeMetricFamily("onekv_kv_event_blocks", "Blocks that are there by these events.", value=stats.blocks)
+        yield GaugeMetricFamily("onekv_kv_event_blocks", "Blocks stored, according to the events.", value=stats.blocks)

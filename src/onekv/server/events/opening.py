@@ -28,7 +28,7 @@ def open_publishers(settings: ServerSettings, names: list[str], port: int) -> "l
     """
     if settings.kv_events is None:
         if settings.kv_events_replay is not None:
-            raise SettingError(f"--kv-events-replay is {settings.kv_events_replay!r}, but --kv-events is not given")
+            raise SettingError(f"--kv-events-replay is {settings.kv_events_replay!r}, but --kv-events is not set")
         return [None] * len(names)
     try:
         from .publisher import Publisher
@@ -53,8 +53,8 @@ def open_publishers(settings: ServerSettings, names: list[str], port: int) -> "l
         log.info("events for routers: %s, topic %s%s", publisher.endpoint, publisher.topic, also)
     if settings.kv_events_tokens and not _local(settings.kv_events):
         log.warning(
-            "--kv-events is %s: whoever can reach it reads the token ids of all prompts and answers, without any key "
-            "(--kv-events-tokens off leaves them out)",
+            "--kv-events is %s: anyone who can reach it can read the token ids of all prompts and answers, without any "
+            "key (--kv-events-tokens off leaves them out)",
             settings.kv_events,
         )
     return opened
@@ -71,7 +71,7 @@ def _endpoint(given: str, index: int, flag: str) -> str:
     found = ENDPOINT.fullmatch(given)
     if found is None:
         raise SettingError(
-            f"{flag} is {given!r}; it must be an endpoint of ZeroMQ such as tcp://127.0.0.1:5557, tcp://*:5557 or "
+            f"{flag} is {given!r}; it must be a ZeroMQ endpoint such as tcp://127.0.0.1:5557, tcp://*:5557 or "
             "ipc:///run/onekv/events"
         )
     if found["path"] is not None:
@@ -80,9 +80,7 @@ def _endpoint(given: str, index: int, flag: str) -> str:
         return f"tcp://{found['host']}:*"
     port = int(found["port"]) + index
     if port > 65535:
-        raise SettingError(
-            f"{flag} is {given!r}, and model number {index + 1} would have port {port}; give a lower one"
-        )
+        raise SettingError(f"{flag} is {given!r}, and model number {index + 1} would have port {port}; use a lower one")
     return f"tcp://{found['host']}:{port}"
 
 

@@ -1,13 +1,13 @@
 """One model's stream of events, and the thread that sends it.
 
 A live message has three parts: topic, sequence number (8 bytes, big-endian), batch. The first batch of a process begins
-with AllBlocksCleared, and its number is the time in milliseconds, which is more than any process before it can have
-sent: whoever followed that one sees a gap. ZeroMQ drops what a subscriber is too slow for, or was not connected for: it
-sees that by the numbers, too. It then asks the replay endpoint with the first number that it lacks, as vLLM's
-subscribers do (an empty part, then 8 bytes), and gets what is still kept, each as (empty, topic, number, batch), and at
-the end (empty, empty, -1, empty). Where some of that is not kept, or it is no number of this process, it gets one batch
-in its place, with the number of the last one sent: AllBlocksCleared and all that is there after it. Then live messages
-go on where that ends.
+with AllBlocksCleared, and its number is the time in milliseconds, which is higher than any earlier process can have
+sent: its subscribers see a gap. ZeroMQ drops messages for a subscriber that is too slow or not connected, which also
+shows as a gap. The subscriber then asks the replay endpoint for everything from the first missing number on, as vLLM's
+subscribers do (an empty part, then 8 bytes), and gets what is still kept, each as (empty, topic, number, batch), and
+finally (empty, empty, -1, empty). If some of that is no longer kept, or the number is not one of this process, it gets
+a single batch instead, with the number of the last one sent: AllBlocksCleared and the complete contents. Live messages
+continue from there.
 
     starting -> open -> closed         `close` sends what is unsent, waits for it a little, and ends the thread
 """
@@ -31,7 +31,7 @@ from .wire import batch
 log = logging.getLogger("onekv.events")
 
 END = (-1).to_bytes(8, "big", signed=True)
-# Changes of so many seconds go together: a step stores blocks one by one.
+# Changes of this many seconds go together: a step stores blocks one by one.
 TOGETHER_S = 0.005
 # Messages that ZeroMQ keeps for a subscriber that does not keep up, before it drops them.
 WAITING_MESSAGES = 10_000
@@ -87,7 +87,7 @@ class Publisher:
         except zmq.ZMQError as error:
             why = zmq.strerror(error.errno) if error.errno else str(error)
             raise SettingError(
-                f"{flag} is {endpoint!r}, which cannot be bound: {why}; give an address of this machine such as "
+                f"{flag} is {endpoint!r}, which cannot be bound: {why}; use an address of this machine such as "
                 "tcp://127.0.0.1:5557, tcp://*:5557 for all of them, or ipc:///run/onekv/events"
             ) from None
         return made
@@ -133,7 +133,7 @@ class Publisher:
                     self._answer(self._replay)
             self._send()
         except Exception:
-            log.critical("events for routers cannot be sent any more; requests are answered as before", exc_info=True)
+            log.critical("events for routers can no longer be sent; requests are still served", exc_info=True)
         finally:
             # Waits for messages that have not left, but not for long.
             self._context.destroy(linger=int(LINGER_S * 1000))

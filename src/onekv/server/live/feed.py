@@ -1,9 +1,9 @@
-"""The feed: one snapshot, encoded once, for all who watch.
+"""The feed: one snapshot, encoded once, for all watchers.
 
     nobody watches: nothing runs  ->  the first comes: a task takes snapshots, and publishes one when something changed
     ->  the last leaves: the task ends
 
-Who reads slowly gets the newest snapshot when it is ready for it, and those in between never: nothing is queued. All
+A slow reader gets the newest snapshot when it is ready for it, and never those in between: nothing is queued. All
 streams end when the server is told to stop.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from .snapshot import Snapshots
 
-# How often it is looked whether something has changed, and how long a stream may be silent.
+# How often to check for changes, and how long a stream may be silent.
 LOOK_S, KEEP_ALIVE_S = 0.25, 5.0
 # Large, fragmented pools take longer to encode and are published less often: at most 1/200 of the time goes into it.
 PATIENCE = 200

@@ -10,7 +10,7 @@ router = APIRouter()
 @router.post("/api/embed")
 @router.post("/api/embeddings")
 async def embed() -> None:
-    raise BadRequestError("embeddings are not supported: this server has one model, and that generates text")
+    raise BadRequestError("embeddings are not supported: this server's model generates text")
 
 
 @router.post("/api/pull")

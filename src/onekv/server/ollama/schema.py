@@ -17,7 +17,7 @@ def as_whole(value: Any) -> Any:
 
 def no_images(value: Any) -> Any:
     if value:
-        raise ValueError("images are not supported: the model takes text alone")
+        raise ValueError("images are not supported: the model only accepts text")
     return value
 
 

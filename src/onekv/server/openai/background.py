@@ -1,15 +1,15 @@
-"""Responses that run in the background: whoever asked for one may go, and come back for it.
+"""Responses that run in the background: the client may disconnect, and come back for the result.
 
     in_progress -> completed | incomplete | failed
               \\_ cancelled: by POST .../cancel, by DELETE, and when the server stops
 
-A `Background` is the task that reads what the engine says. The task owns the hold on its model, where there are
-several: nothing that is kept afterwards keeps a model. It is in the store from before it begins, which does not drop
-one that runs. How many may run is the engine's to say: what it has no room for is refused before the client has its
-answer, and so is what is wrong with the prompt.
+A `Background` is the task that reads the engine's output. With several models, the task owns the hold on its model:
+nothing that is kept afterwards holds a model. It is in the store before it begins; the store never drops one that is
+running. The engine limits how many may run: requests it has no room for, and invalid prompts, are rejected before the
+client gets its response.
 
-Where the client wants a stream, the frames are kept with the response, and it can be followed from any of them, while
-it runs and later, by several. A frame's place among them is its `sequence_number`.
+If the client wants a stream, the frames are kept with the response, and several clients can follow it from any of them,
+while it runs and later. A frame's index is its `sequence_number`.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class Background:
                     await note_lost(backend, prepared, rendering.first)
 
     def _add(self, frames: Iterable[str]) -> None:
-        """Whoever follows looks again, also if there are none."""
+        """Whoever follows looks again, even if there are none."""
         made = list(frames)
         self.frames += made if self.stream else []
         self._news.set()

@@ -1,4 +1,4 @@
-"""POST /v1/completions: text goes on where a prompt ends, or between it and a suffix, where the model can."""
+"""POST /v1/completions: text continues where a prompt ends, or between it and a suffix, where the model can."""
 
 import math
 import time

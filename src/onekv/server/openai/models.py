@@ -33,7 +33,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     if ANTHROPIC not in request.headers:
         return _described(about(request, model), model)
-    # As in /v1/messages: whatever Claude is asked for, the first model there is answers.
+    # As in /v1/messages: whatever Claude model is requested, the first model answers.
     known = any(model in each.names for each in about_all(request))
     lenient = model.startswith("claude") and not known
     return _for_anthropic(about_all(request)[0] if lenient else about(request, model))

@@ -36,7 +36,7 @@ router = APIRouter(lifespan=_lifespan)
 @router.post("/v1/responses")
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     if body.background and body.store is False:
-        raise BadRequestError("a background response is stored; leave store out, or give true", "background")
+        raise BadRequestError("a background response must be stored; omit store, or set it to true", "background")
     backend = await choose(request, body.model, stream=body.stream)
     store, salt = stored_responses(request.app), request.state.salt
     before = body.previous_response_id

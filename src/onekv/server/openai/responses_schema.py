@@ -139,7 +139,7 @@ class ResponsesBody(GenerateBody):
     store: bool | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(sendable)] | None = None
     user: Str | None = None
-    # Whether it goes on when the client has gone.
+    # Whether it continues when the client has gone.
     background: bool | None = None
     # These would change what the answer means; they are not there.
     conversation: None = None

@@ -78,7 +78,7 @@ def as_arguments(value: Any) -> Any:
 def as_template_names(value: dict[str, Any]) -> dict[str, Any]:
     own = sorted(OWN_NAMES & value.keys())
     if own:
-        raise ValueError(f"{own[0]} cannot be given: it is the server's own")
+        raise ValueError(f"{own[0]} cannot be set: the server sets it itself")
     return value
 
 
@@ -334,7 +334,7 @@ def as_prompts(value: Any) -> Any:
     if not isinstance(value, list) or not value:
         raise ValueError("must be text, a list of texts, a list of tokens, or a list of such lists, and not empty")
     if len(value) > MAX_GENERATIONS:
-        raise ValueError(f"has {len(value)} prompts; at most {MAX_GENERATIONS} are taken")
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_GENERATIONS} are accepted")
     for each in value:
         if not isinstance(each, str) and not (isinstance(each, list) and all(_is_token(token) for token in each)):
             raise ValueError("has a prompt that is neither text nor a list of tokens")
@@ -363,7 +363,7 @@ class CompletionBody(GenerateBody):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens is 0, which needs echo; it must be at least 1, or -1 for as many as fit")
         if self.suffix and self.echo:
-            raise ValueError("suffix and echo cannot be given together: the prompt is then not what was sent")
+            raise ValueError("suffix and echo cannot be combined: the prompt is then not what was sent")
         return self
 
 
@@ -371,7 +371,7 @@ def _biases(given: dict[str, float], vocabulary: int) -> tuple[tuple[int, float]
     biases = []
     for key, bias in given.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocabulary):
-            raise BadRequestError(f"{key[:40]!r} is no token id; the model knows 0 to {vocabulary - 1}", "logit_bias")
+            raise BadRequestError(f"{key[:40]!r} is not a token id from 0 to {vocabulary - 1}", "logit_bias")
         if not -100 <= bias <= 100:
             raise BadRequestError(f"the bias of {key} is {bias}; it must be from -100 to 100", "logit_bias")
         biases.append((int(key), bias))

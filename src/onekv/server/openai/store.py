@@ -1,4 +1,4 @@
-"""Responses that can be asked for again, in memory, bounded."""
+"""Stored responses, in memory, bounded."""
 
 import json
 from collections import OrderedDict
@@ -33,10 +33,10 @@ class Stored:
         return self.background is not None and self.background.running
 
     def conversation(self) -> list[ChatMessage]:
-        """To go on from. Raises BadRequestError if the response is not whole."""
+        """To continue from. Raises BadRequestError if the response is not whole."""
         if (status := self.response["status"]) not in ("completed", "incomplete"):
             name = self.response["id"]
-            raise BadRequestError(f"the response {name!r} is {status}: nothing follows it", "previous_response_id")
+            raise BadRequestError(f"the response {name!r} is {status}: it cannot be continued", "previous_response_id")
         return self.messages
 
 
@@ -62,7 +62,7 @@ class ResponseStore:
     def get(self, salt: str, name: str) -> Stored:
         stored = self._stored.get(salt, OrderedDict()).get(name)
         if stored is None:
-            raise NotFoundError(f"there is no response {name!r}; it may have been dropped for newer ones")
+            raise NotFoundError(f"there is no response {name!r}; it may have been dropped to make room for newer ones")
         return stored
 
     def forget(self, salt: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The page at /: what /admin/live tells, drawn, and a chat; files of this package, sent as they are.
+"""The page at /: a view of /admin/live, and a chat; static files of this package.
 
     files.py   which file is sent for which path, with which headers
     static/    index.html, style.css, and ES modules: main.js starts the others
@@ -12,6 +12,6 @@
         chat.js      what is seen of a conversation; talk.js its tree and one answer
         vendor/      libraries of others, unchanged, with their versions, licences and hashes
 
-There is no build step. The browser loads nothing from another host, and the Content-Security-Policy sees to that.
-Whatever a model or a user says is shown as text.
+There is no build step. The browser loads nothing from other hosts, which the Content-Security-Policy enforces. Output
+of models and users is shown as text.
 """

@@ -20,7 +20,7 @@ log = logging.getLogger("onekv.tiers")
 # A part: the node's key, and a group or STATES.
 Part = tuple[bytes, int]
 
-# Seconds that a look-up may take: a share of what computing would, within bounds; and where that is not known yet.
+# Seconds that a lookup may take: a share of what computing would, within bounds; and where that is not known yet.
 LOOK_SHARE, LOOK_LEAST, LOOK_MOST, LOOK_UNKNOWN = 0.05, 0.1, 1.0, 0.5
 # Seconds for which a part that could not be read is not looked for again.
 GONE_SECONDS = 30.0
@@ -48,7 +48,7 @@ class Setup:
     threads: bool = True
 
     def bytes_of(self, nodes: int) -> int:
-        """What is read of so many blocks of a prompt."""
+        """Bytes read for this many blocks of a prompt."""
         return sum(
             image.size * (nodes if (most := self.reads[part]) is None else min(nodes, most))
             for part, image in self.images.items()
@@ -111,12 +111,12 @@ class Common:
         self.tasks: deque[Callable[[], None]] = deque()
 
     def wait(self, event: Callable[[], bool], seconds: float | None) -> None:
-        """Until the event, for at most `seconds`; without threads, nobody could bring it about. The lock is held."""
+        """Wait for the event, at most `seconds`; without threads, nothing could trigger it. The lock is held."""
         if self.setup.threads:
             self.changed.wait_for(event, seconds)
 
     def limit(self, tokens: int) -> float:
-        """How long a look-up for so many tokens may take. The lock is held."""
+        """How long a lookup for this many tokens may take. The lock is held."""
         if self.setup.timeout is not None:
             return self.setup.timeout
         compute = self.pace.compute(tokens)
@@ -144,12 +144,12 @@ class Common:
     def refused(self, reason: str) -> None:
         """The store cannot be written to for a while. The lock is held."""
         if self.refusal.fail(reason, self.now()):
-            log.warning("The remote tier %s refuses what is written: %s. It is still read.", self._shown, reason)
+            log.warning("The remote tier %s rejects writes: %s. Reads continue.", self._shown, reason)
 
     def written(self) -> None:
         """It can be written to. The lock is held."""
         if self.refusal.resume(self.now()) is not None:
-            log.warning("The remote tier %s takes what is written again.", self._shown)
+            log.warning("The remote tier %s accepts writes again.", self._shown)
 
     @property
     def writable(self) -> bool:
@@ -159,13 +159,13 @@ class Common:
 
     @property
     def failed(self) -> str | None:
-        """Why it is paused, or takes nothing. The lock is held."""
+        """Why it is paused, or rejects writes. The lock is held."""
         if self.breaker.paused:
             return f"paused: {self.breaker.reason}"
-        return f"not written to: {self.refusal.reason}" if self.refusal.paused else None
+        return f"rejects writes: {self.refusal.reason}" if self.refusal.paused else None
 
     def is_wrong(self, part: Part, problem: str) -> None:
-        """A value that is there cannot be used: it is removed, and not asked for again soon."""
+        """A stored value cannot be used: it is removed, and not requested again soon."""
         name = self.setup.sealer.name(*part)
         with self.lock:
             self.counts.corrupt += 1
@@ -178,7 +178,7 @@ class Common:
                 return
             self._logged.add(problem)
         log.warning(
-            "A block in the remote tier %s cannot be used: %s (%s). It is computed; further ones are counted.",
+            "A block in the remote tier %s cannot be used: %s (%s). It is recomputed; further cases are counted.",
             self._shown,
             problem,
             name,
@@ -194,11 +194,11 @@ class Common:
 
 
 def unforeseen(error: Exception) -> str:
-    return f"an error that should not happen ({type(error).__name__}: {error})"
+    return f"an unexpected error ({type(error).__name__}: {error})"
 
 
 class Threads:
-    """Threads that do what they are given, started when there is something. They do not keep a process from ending."""
+    """Threads that run what they are given, started on demand. They do not keep the process from exiting."""
 
     def __init__(self, common: Common, count: int, name: str) -> None:
         self._common, self._count, self._name = common, count, name
@@ -216,7 +216,7 @@ class Threads:
             thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Wait for those that work; one that waits for a store for longer is left to itself."""
+        """Wait for busy threads; one that waits longer for a store is abandoned."""
         for _ in self._threads:
             self._tasks.put(None)
         end = time.monotonic() + seconds

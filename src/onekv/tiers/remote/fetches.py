@@ -1,10 +1,10 @@
-"""Parts on their way in: fetched and checked by threads, several at once; the engine's thread takes what has come.
+"""Parts on their way in: fetched and verified by threads, several at once; the engine's thread takes what has arrived.
 
     queued -> running -> here, or failed
        \\________\\________\\__-> nobody wants it any more
 
-Those that run or are here are within a budget of bytes, so that fetching goes on as fast as the engine takes them. A
-part is late when its own transfer takes too long: time that it waits for the engine is not the store's fault.
+Those running or here are within a budget of bytes, so that fetching proceeds as fast as the engine takes them. A part
+is late if its own transfer takes too long: time spent waiting for the engine is not the store's fault.
 """
 
 from collections import deque
@@ -83,7 +83,7 @@ class Fetches:
                 common.changed.wait(left)
 
     def _give_up(self, parts: Sequence[Part]) -> None:
-        """Fail what will not come, or not in time. The lock is held."""
+        """Fail what will not arrive, or not in time. The lock is held."""
         common, now = self._common, self._common.now()
         fetches = [self._fetches[part] for part in parts if not self._fetches[part].ready]
         late = [f for f in fetches if f.began is not None and now - f.began > common.patience(f.image.size)]
@@ -96,11 +96,11 @@ class Fetches:
             common.counts.not_worth += 1
             self._fail(fetches)
             for fetch in fetches:
-                # Found again, it would be given up again.
+                # Found again, it would be abandoned again.
                 common.is_gone(fetch.part)
 
     def _worth(self, fetches: Sequence[Fetch]) -> bool:
-        """Whether what is left comes before it would be computed."""
+        """Whether the rest arrives sooner than it could be computed."""
         pace = self._common.pace
         compute = pace.compute(max(fetch.tokens for fetch in fetches))
         return compute is None or pace.transfer(sum(fetch.image.size for fetch in fetches)) <= max(compute, 0.1)
@@ -149,7 +149,7 @@ class Fetches:
     # In threads
 
     def _work(self) -> None:
-        """See to it that what can be fetched now is. The lock is held."""
+        """Ensure that threads fetch what can be fetched now. The lock is held."""
         for _ in range(min(FETCHERS, len(self._queue)) - self._working):
             self._working += 1
             self._threads.do(self._run)
@@ -185,7 +185,7 @@ class Fetches:
         except Trouble as trouble:
             problem = str(trouble)
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             problem = unforeseen(error)
         with common.lock:
             if problem is not None:

@@ -1,6 +1,6 @@
-"""Whether a store is used, and what it is expected to take.
+"""Whether a store is in use, and how long it is expected to take.
 
-`Breaker` and `Pace` are pure: they know no store and no thread, and are told the time. `Common.lock` guards them.
+`Breaker` and `Pace` are pure: they know neither stores nor threads, and are passed the time. `Common.lock` guards them.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Breaker:
         return self.reason is not None
 
     def fail(self, reason: str, now: float) -> bool:
-        """Something failed: pause, or go on doing so for longer. Whether it was in use until now."""
+        """Something failed: pause, or extend the pause. Returns whether it was in use until now."""
         changed = not self.paused
         if self._up_since is None or (changed and now - self._up_since >= LONGEST_PAUSE):
             self._pause = FIRST_PAUSE
@@ -42,7 +42,7 @@ class Breaker:
         return changed
 
     def resume(self, now: float) -> float | None:
-        """It works again: for how many seconds it did not; None if it was in use."""
+        """It works again: returns how many seconds it was paused; None if it was in use."""
         if not self.paused:
             return None
         self.reason, self._up_since = None, now
@@ -73,14 +73,14 @@ class Pace:
             self.token = _mean(self.token, seconds / tokens)
 
     def transfer(self, size: int) -> float:
-        """Seconds in which `size` bytes should come, beside what is on its way."""
+        """Expected seconds for `size` bytes, beside what is in flight."""
         return (self.latency or 0.0) + size * (self.byte or 0.0)
 
     def compute(self, tokens: int) -> float | None:
         return tokens * self.token if self.token is not None else None
 
     def worth(self, size: int, tokens: int) -> bool:
-        """Whether to read `size` bytes rather than compute `tokens`; also where that is not known."""
+        """Whether to read `size` bytes rather than compute `tokens`; even where that is not known."""
         compute = self.compute(tokens)
         return compute is None or self.transfer(size) <= WORTH * compute
 

@@ -1,9 +1,9 @@
-"""Which parts a store has: asked by threads, answered from what they found out.
+"""Which parts a store has: threads query it, and lookups are answered from what they found.
 
     find -> a Question, unless all of it is known -> asked in a thread -> answered, or late
 
-Keys of a path are asked for some at a time, the first ones first, and no further where none of them is there: most of a
-prompt that nobody has seen is never asked for. What was answered is good for some seconds.
+Keys of a path are queried a few at a time, in order, until none of them is found: most of a prompt that nobody has seen
+is never queried. Answers are valid for some seconds.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .common import REMEMBERED, Common, Recent, Threads, unforeseen
 from .stores import Trouble
 
 LOOKERS = 2
-# Keys asked for at once: at first, then more.
+# Keys queried at a time: at first, then more.
 FIRST, NEXT = 16, 120
 # Seconds for which an answer is good; and for which nobody need have asked for one that was late in coming.
 FRESH, FORGOTTEN = 5.0, 60.0
@@ -57,7 +57,7 @@ class Lookups:
                 self._questions.pop(asked, None)
                 if not (question.ended or common.breaker.paused):
                     common.counts.late += 1
-                    common.fail(f"a look-up took longer than {until - question.began:.2f} s")
+                    common.fail(f"a lookup took longer than {until - question.began:.2f} s")
                 if common.breaker.paused:
                     return {}
             return self._worth(asked)
@@ -104,7 +104,7 @@ class Lookups:
         except Trouble as trouble:
             problem = str(trouble)
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             problem = unforeseen(error)
         common = self._common
         with common.lock:

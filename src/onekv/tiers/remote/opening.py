@@ -81,8 +81,8 @@ def _secret(text: str | None, place: Place) -> str | None:
     if text is None:
         if not place.private:
             raise SettingError(
-                f"--remote-tier is {place.shown}, and whoever can write there could make this server use wrong KV; "
-                f"give all servers the same --tier-secret, or --tier-secret {NONE} to trust them all"
+                f"--remote-tier is {place.shown}, and anyone who can write there could feed this server forged KV; "
+                f"set the same --tier-secret on all servers, or --tier-secret {NONE} to trust them all"
             )
         return None
     if text == NONE:

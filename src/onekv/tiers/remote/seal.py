@@ -1,13 +1,13 @@
-"""A part as a store has it: its file as on disk (`image.py`), and a seal of 64 bytes after it.
+"""A part in a store: its file as on disk (`image.py`), followed by a 64-byte seal.
 
     | header | data | b"onekv-1\\0" | xxh3, 128 bits, of header and data | MAC, 256 bits | 8 zeros |
 
-The MAC is blake2b, keyed with the secret, over the part's name and its file. The name has the model's fingerprint, the
-node's key and the part in it, so that content in a place where it does not belong is not accepted either. Without a
-secret it is a plain hash: it tells damage, not forgery.
+The MAC is blake2b, keyed with the secret, over the part's name and its file. The name includes the model's fingerprint,
+the node's key and the part, so content in the wrong place is not accepted either. Without a secret it is a plain hash:
+it detects damage, not forgery.
 
-Names are those of the disk tier's files behind the name of a space that follows from the secret and the kind of seal:
-servers with different ones do not see each other's parts, and so do not remove them as forged.
+Names are those of the disk tier's files, prefixed with a space derived from the secret and the kind of seal: servers
+with different ones do not see each other's parts, and so do not remove them as forged.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Sealer:
 
     @property
     def probe(self) -> str:
-        """The name of a value that is there to be measured with."""
+        """The name of the value that is used for measurements."""
         return f"onekv/{self._space}/probe"
 
     def head_size(self, image: Image) -> int:
@@ -52,7 +52,7 @@ class Sealer:
         return image.header(self.model, longest).index(b"}") + 1
 
     def address(self, head: bytes, image: Image) -> Address | None:
-        """What the first bytes of a value say it is; None if no part of this kind begins like that."""
+        """The address in the first bytes of a value; None if no part of this kind begins like that."""
         try:
             end = head.index(b"}") + 1
             said = json.loads(head[8 + len(_METADATA) : end])
@@ -77,7 +77,7 @@ class Sealer:
     def problem(self, name: str, value: memoryview, image: Image, address: Address) -> str | None:
         """What is wrong with a value that should be this part; None if it is right."""
         if len(value) != image.size + SEAL:
-            return f"it has another size than {image.size + SEAL} bytes"
+            return f"its size is not {image.size + SEAL} bytes"
         content, seal = value[:-SEAL], bytes(value[-SEAL:])
         checksum, mac = seal[8 : 8 + CHECKSUM], seal[8 + CHECKSUM : 8 + CHECKSUM + MAC]
         if seal[:8] != MAGIC or xxhash.xxh3_128_digest(content) != checksum:
@@ -85,7 +85,7 @@ class Sealer:
         if not hmac.compare_digest(self._mac(name, content), mac):
             return FORGED
         if bytes(content[: image.header_size]) != image.header(self.model, address):
-            return "it is another block"
+            return "it is a different block"
         return None
 
     def _mac(self, name: str, content: memoryview) -> bytes:

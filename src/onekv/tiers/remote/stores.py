@@ -1,6 +1,6 @@
-"""What is asked of a store: values by name, put if absent. Several threads call it at once, none of them the engine's.
+"""The interface of a store: values by name, put if absent. Several threads call it at once, never the engine's.
 
-Every method may take as long as the timeouts that the store was opened with allow, and raises `Trouble` alone.
+Every method may take as long as the timeouts that the store was opened with, and raises only `Trouble`.
 """
 
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from typing import Protocol
 
 
 class Trouble(Exception):
-    """The store could not be asked, or did not do it."""
+    """The store could not be reached, or failed."""
 
     def __init__(self, text: str, refused: bool = False) -> None:
-        """`refused`: it answers, and only this was not allowed, or there was no room for it."""
+        """`refused`: it responds, but this was not permitted, or there was no room for it."""
         super().__init__(text)
         self.refused = refused
 
@@ -30,4 +30,4 @@ class Store(Protocol):
         """Remove what is there of these."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""

@@ -1,4 +1,4 @@
-"""The remote tier: the contract of `base.py` over a store that others use, too. The package says who does what."""
+"""The remote tier: the contract of `base.py` over a shared store. The package's docstring explains the threads."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ class RemoteTier:
         return buffer
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """What is in the store of these is removed there, too: it may be what is wrong."""
+        """These are also removed from the store: they may be wrong."""
         parts = [(key, part) for key in keys for part in self._setup.images]
         with self._common.lock:
             self._lookups.forget(keys)
@@ -134,7 +134,7 @@ class RemoteTier:
                 self._writes.work()
 
     def clear(self) -> None:
-        """What this server knows of the store is forgotten. What is there stays: it is others', too."""
+        """Drops what this server knows about the store. The store itself is left alone, because others use it."""
         with self._common.lock:
             self._lookups.forget()
             self._writes.forget()
@@ -201,7 +201,7 @@ class RemoteTier:
     # The keeper
 
     def _keep(self) -> None:
-        """Measure the store at the start; then wait until it is paused, or too slow, and see whether it still is."""
+        """Measure the store at startup; then wait until it is paused or too slow, and probe it."""
         common = self._common
         self._probe()
         while True:
@@ -221,7 +221,7 @@ class RemoteTier:
         self._common.wait(lambda: self._common.closed or event(), seconds)
 
     def _probe(self) -> None:
-        """Ask for something small and for something larger; use the store again if that took as long as it may."""
+        """Request something small and something larger; use the store again if that was fast enough."""
         common, store, name = self._common, self._setup.store, self._setup.sealer.probe
         try:
             began = self._common.now()
@@ -240,7 +240,7 @@ class RemoteTier:
                 common.fail(str(trouble))
             return
         except Exception as error:  # noqa: BLE001
-            # Without a keeper the tier would stay paused for ever.
+            # Without a keeper the tier would stay paused forever.
             with common.lock:
                 common.fail(unforeseen(error))
             return

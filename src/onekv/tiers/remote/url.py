@@ -1,4 +1,4 @@
-"""What `--remote-tier` may say, and what it means: a pure function from text to a `Place`."""
+"""Parses `--remote-tier`: a pure function from text to a `Place`."""
 
 import ipaddress
 import re
@@ -24,7 +24,7 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 
 @dataclass(frozen=True, repr=False)
 class Place:
-    """Where a store is, and how it is talked to."""
+    """Where a store is, and how to connect to it."""
 
     kind: str
     # For messages: without a password.
@@ -37,7 +37,7 @@ class Place:
     password: str | None = None
     tls: bool = False
     cluster: bool = False
-    # Seconds: after which the store forgets a part, and which a look-up may take; None leaves it to the store, and to
+    # Seconds: after which the store forgets a part, and which a lookup may take; None leaves it to the store, and to
     # what computing would take.
     ttl: float | None = None
     timeout: float | None = None
@@ -59,7 +59,7 @@ def parse(text: str, password: str | None = None) -> Place:
         url = urlsplit(text)
         port = url.port
     except ValueError as error:
-        raise SettingError(f"--remote-tier is no URL ({error}); write it like {EXAMPLES}") from None
+        raise SettingError(f"--remote-tier is not a URL ({error}); write it like {EXAMPLES}") from None
     if url.scheme not in SCHEMES:
         raise SettingError(f"--remote-tier begins with {url.scheme or text!r}; write it like {EXAMPLES}")
     kind, tls = SCHEMES[url.scheme]
@@ -78,7 +78,7 @@ def parse(text: str, password: str | None = None) -> Place:
         raise SettingError(f"--remote-tier is {shown}; after the host comes the number of a database, such as /0")
     cluster = options.get("cluster", "off").lower() in ("on", "true", "yes", "1")
     if cluster and path.strip("0"):
-        raise SettingError(f"--remote-tier is {shown}, but a cluster has database 0 alone")
+        raise SettingError(f"--remote-tier is {shown}, but a cluster only has database 0")
     return Place(
         kind,
         shown,
@@ -99,8 +99,8 @@ def _options(kind: str, query: str, shown: str) -> dict[str, str]:
     for name in options:
         if name == "ttl" and kind != "valkey":
             raise SettingError(
-                f"--remote-tier is {shown} with ttl={options[name]!r}, but it has no time to live for what is "
-                "put there; use its lifecycle rules, or remove old files"
+                f"--remote-tier is {shown} with ttl={options[name]!r}, but this store has no time to live; "
+                "use its lifecycle rules, or remove old files"
             )
         if name not in _OPTIONS[kind]:
             raise SettingError(f"--remote-tier has ?{name}; {shown} takes {', '.join(_OPTIONS[kind])}")

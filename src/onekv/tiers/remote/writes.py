@@ -1,6 +1,6 @@
-"""Parts on their way out: sealed and put by one thread, at a limited rate, if nobody has put them before.
+"""Parts on their way out: sealed and put by one thread, at a limited rate, unless they are already there.
 
-Whatever the store does, a part that was taken leaves its buffer: it is stored, it was there, or it is lost.
+Whatever the store does, an accepted part leaves its buffer: it is stored, was already there, or is lost.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ KNOWN_SECONDS = 600.0
 
 
 class Rate:
-    """So many bytes and operations in a second: when the next may begin."""
+    """Limits bytes and operations per second: when the next may begin."""
 
     def __init__(self, bytes_per_second: float, operations: float = OPERATIONS) -> None:
         self._byte, self._operation = 1 / bytes_per_second, 1 / operations
@@ -77,7 +77,7 @@ class Writes:
             self._thread.do(self._run)
 
     def flush(self, seconds: float | None = None) -> None:
-        """Returns when all that was put is stored or lost, or after `seconds`."""
+        """Returns when everything is stored or lost, or after `seconds`."""
         with self._common.lock:
             self._common.wait(lambda: not self._pending, seconds)
 
@@ -120,7 +120,7 @@ class Writes:
             with common.lock:
                 (common.refused if trouble.refused else common.fail)(str(trouble))
         except Exception as error:  # noqa: BLE001
-            # Nobody may wait for ever for a thread that is gone.
+            # Nobody may wait forever for a thread that is gone.
             with common.lock:
                 common.fail(unforeseen(error))
         if part is not None and buffer is not None:

@@ -142,10 +142,10 @@ def outcome_of(command: list[str], limit: float) -> Outcome:
     except OSError as error:
         return Outcome(error=f"it could not be started ({error.strerror})")
     if done.returncode < 0:
-        return Outcome(error=f"it was ended by signal {-done.returncode}")
+        return Outcome(error=f"it was killed by signal {-done.returncode}")
     if done.returncode > 0:
-        said = done.stderr.strip().splitlines() or ["nothing was said"]
-        return Outcome(error=f"it ended with status {done.returncode}: {said[-1][:200]}")
+        said = done.stderr.strip().splitlines() or ["it printed nothing"]
+        return Outcome(error=f"it exited with status {done.returncode}: {said[-1][:200]}")
     return Outcome.parsed(done.stdout.strip().splitlines()[-1])
 
 

@@ -26,7 +26,7 @@ from ..layer import LayerKV, Pair
 
 Array = np.ndarray[Any, Any]
 NOTHING = np.zeros(0, np.float32)
-COMPILING = "onekv: compiling attention over encoded KV for this processor; that is done once and takes about 20 s"
+COMPILING = "onekv: compiling attention over encoded KV for this processor; this is done once and takes about 20 s"
 
 
 class Numba(Backend):

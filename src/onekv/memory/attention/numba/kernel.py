@@ -22,7 +22,7 @@ What a row gives does not depend on the rows beside it. Arguments come in plain 
     centres     mean [heads, dim]; the first and the second channels of RoPE's pairs, and those that stay; turns [rows
                 or 1, slots of a row, dim]. Without centres, mean and turns are empty
     reads       blocks [rows, n], and the position of the first slot of each; each row's position: it sees those up to
-                it; window: what is so many tokens back, and more, it sees only below position keep; block size
+                it; window: what is this many tokens back, and more, it sees only below position keep; block size
 
 Where codes are read, pairs of 4-bit affine ones are taken apart into first the even, then the odd channels (`_place`).
 Rows that have one scale and bias are left without them, which are applied to scores and weights instead. Tokens are
@@ -391,7 +391,7 @@ def _floats(halves: Array, first: int, count: int, floats: Array) -> None:
     bits = floats.view(np.uint32)
     for i in range(count):
         half = u32(halves[first + i])
-        # Not a finite number: it stays one that is not, also when its exponent is moved.
+        # Not a finite number: it stays one that is not, even when its exponent is moved.
         high = u32(0x7F800000) if (half & u32(0x7C00)) == u32(0x7C00) else u32(0)
         bits[i] = ((half & u32(0x8000)) << u32(16)) | ((half & u32(0x7FFF)) << u32(13)) | high
     for i in range(count):

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, Any]
 NOTHING = np.zeros(0, np.float32)
 NO_SHORTS = np.zeros(0, np.uint16)
 NO_BYTES = np.zeros((0, 0, 0), np.uint8)
-COMPILING = "onekv: compiling attention over plain KV for this processor; that is done once and takes about 20 s"
+COMPILING = "onekv: compiling attention over plain KV for this processor; this is done once and takes about 20 s"
 # Tokens that rows must begin with to read them together; 0: never.
 LEAST = 64
 # Tokens of a piece of work: few enough for all threads to get about as many.
@@ -125,7 +125,7 @@ def plain_decode(
     stores = (*new, *grid.numbers, grid.block_size, _bytes(k).reshape(-1), _bytes(v).reshape(-1))
     inputs = (heads, queries, float(scale), sinks if sinks is not None else NOTHING)
     out = np.empty((*queries.shape[:2], v.shape[2]), np.float32)
-    # Of numba's threads no more than have something to do: it waits for all of them, also where they must wait for a
+    # Of numba's threads no more than have something to do: it waits for all of them, even where they must wait for a
     # core. What is compiled cannot set this itself, or it would not be kept.
     before = get_num_threads()
     set_num_threads(len(work.shares) - 1)
@@ -149,7 +149,7 @@ def _pool(kind: int, slots: int, array: Array) -> tuple[int, int, Array, Array]:
 
 
 def _work(grid: Grid, heads: int, group: int, positions: Array, reach: tuple[int, int]) -> Work:
-    """For so many KV heads, each with `group` queries."""
+    """For this many KV heads, each with `group` queries."""
     count = threads()
     if LEAST and reach == (NOWHERE, 0):
         name = f"plain {heads} {group} {count} {LEAST}"

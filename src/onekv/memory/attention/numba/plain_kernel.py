@@ -26,8 +26,8 @@ Hidden tokens are not read at all. Arguments come in plain tuples, arrays that i
     work        pieces [., 5]: first run, runs, first of `rows`, rows, first part, that of its i-th row is i further on;
                 runs [., 3]: first slot, position of its token, tokens; rows; parts of all rows, row by row; where each
                 row's begin [rows + 1]; shares [threads + 1]: where each thread's items begin
-    reads       each row's position: it sees those up to it; window: what is so many tokens back, and more, it sees only
-                below position keep
+    reads       each row's position: it sees those up to it; window: of what is this many tokens back, and more, it
+                sees only what is below position keep
 
 numba's own vectors are half as wide as the processor's, and it has no way to keep sums in registers while it reads. So
 vectors are a type here, with the few operations that are needed, and the rest is written with them. What is compiled
@@ -432,10 +432,10 @@ def _floats(side: Any, head: int, slot: int, count: int, dim: int, wide: int, ti
 
 @compiled
 def _halves(shorts: Array, at: int, count: int, bits: Array, to: int) -> None:
-    """float16 as float32, but for EXPONENT."""
+    """float16 as float32, except for EXPONENT."""
     for j in range(count):
         half = u32(shorts[at + j])
-        # Not a finite number: it stays one that is not, also when its exponent is moved.
+        # Not a finite number: it stays one that is not, even when its exponent is moved.
         high = u32(0x7F800000) if (half & u32(0x7C00)) == u32(0x7C00) else u32(0)
         bits[to + j] = ((half & u32(0x8000)) << u32(16)) | ((half & u32(0x7FFF)) << u32(13)) | high
 
