@@ -28,34 +28,49 @@
     __syncthreads();
   }
 
-  // All warps read the same tokens, from shared memory: AHEAD tiles of 16 at a time, a stage, while the next ones are
-  // copied there. A token's row has one word of 16 bytes more than it needs, so that eight rows, from which matrices are
-  // loaded, are in different banks.
-  constexpr int WIDE = D / 8, WIDE_V = DV / 8, KEY_WORDS = 16 * (WIDE + 1), VALUE_WORDS = 16 * (WIDE_V + 1);
-  constexpr int WORDS = AHEAD * (KEY_WORDS + VALUE_WORDS);
+  // All warps read the same tokens, from shared memory: N tiles of 16 at a time, a stage, while the next ones are copied
+  // there. A token's row has one word of 16 bytes more than it needs, so that eight rows, from which matrices are loaded,
+  // are in different banks.
+  constexpr int N = AHEAD, WIDE = D / 8, WIDE_V = DV / 8, KEY_WORDS = 16 * (WIDE + 1), VALUE_WORDS = 16 * (WIDE_V + 1);
+  constexpr int WORDS = N * (KEY_WORDS + VALUE_WORDS);
   // As much as two warps hand to two others in the end.
   constexpr int HANDED = HV * 32 + 4, HANDED_WORDS = 2 * HANDED * 32 / 4;
   __shared__ __align__(16) uint4 staged[STAGES * WORDS > HANDED_WORDS ? STAGES * WORDS : HANDED_WORDS];
-  const auto copy_rows = [&](uint4* to, const T* from, int wide) {
+  const T* own_keys = keys + (int64_t)head * SLOTS * D + threadIdx.x * 8;
+  const T* own_values = values + (int64_t)head * SLOTS * DV + threadIdx.x * 8;
+  // A stage may begin in one block and end in another, if it is not IN_ONE. What is behind the last tile is that tile again:
+  // it is not seen.
+  constexpr bool IN_ONE = TILES % N == 0;
+  const auto nth = [&](int stage, int n) { return unsigned(min(stage * N + n, tiles - 1)); };
+  int id[N];
+  const auto find = [&](int stage) {
     #pragma unroll
-    for (int first = 0; first < 16 * wide; first += 128) {
-      const int i = first + threadIdx.x;
-      if (first + 128 <= 16 * wide || i < 16 * wide) copy_ahead(to + i + i / wide, from + i * 8);
+    for (int n = 0; n < N; n++) id[n] = n && IN_ONE ? id[0] : ids[nth(stage, n) / TILES];
+  };
+  const auto copy_rows = [&](uint4* to, const T* from, unsigned wide) {
+    #pragma unroll
+    for (unsigned first = 0; first < 16 * wide; first += 128) {
+      const unsigned i = first + threadIdx.x;
+      if (first + 128 <= 16 * wide || i < 16 * wide) copy_ahead(to + i + i / wide, from + first * 8);
     }
   };
   const auto copy = [&](int stage) {
-    uint4* words = staged + stage % STAGES * WORDS;
+    uint4* to = staged + unsigned(stage) % STAGES * WORDS;
     #pragma unroll
-    for (int n = 0; n < AHEAD; n++) {
-      if (stage * AHEAD >= tiles) break;
-      // What is behind the last tile is not read, but multiplied by 0.
-      const int64_t slot = slot_of(min(int(stage * AHEAD) + n, tiles - 1));
-      copy_rows(words + n * KEY_WORDS, keys + slot * D, WIDE);
-      copy_rows(words + AHEAD * KEY_WORDS + n * VALUE_WORDS, values + slot * DV, WIDE_V);
+    for (int n = 0; n < N; n++) {
+      if (stage * N >= tiles) break;
+      const int64_t first = id[0] * BS + nth(stage, 0) % TILES * 16;
+      const int64_t slot = IN_ONE ? first + 16 * n : id[n] * BS + nth(stage, n) % TILES * 16;
+      copy_rows(to + n * KEY_WORDS, own_keys + slot * D, WIDE);
+      copy_rows(to + N * KEY_WORDS + n * VALUE_WORDS, own_values + slot * DV, WIDE_V);
     }
     end_copies();
   };
-  for (int stage = 0; stage < STAGES - 1; stage++) copy(stage);
+  for (int stage = 0; stage < STAGES - 1; stage++) {
+    find(stage);
+    copy(stage);
+  }
+  find(STAGES - 1);
 
   // Queries g and g + 8 as the tensor cores want them: a lane loads words of 16 bytes, four lanes exchange parts of them.
   uint32_t qa[2 * C][4];
@@ -101,42 +116,44 @@
 
   // Warps with the same queries take turns, one stage each.
   const int turn = warp / query_tiles;
-  for (int stage = 0; stage * AHEAD < tiles; stage++) {
-    int start[AHEAD];
-    bool any = false, all = true;
+  const uint4* key_rows = staged + (lane / 16 * 8 + lane % 8) * (WIDE + 1) + lane / 8 % 2;
+  const uint4* value_rows = staged + N * KEY_WORDS + lane % 16 * (WIDE_V + 1) + lane / 16;
+  for (int stage = 0; stage * N < tiles; stage++) {
+    int start[N];
     #pragma unroll
-    for (int n = 0; n < AHEAD; n++) {
-      const int tile = stage * AHEAD + n, from = tile < tiles ? start_of(tile) : 1 << 30;
-      start[n] = from;
-      any |= from <= latest && (from + 15 > earliest - WINDOW || from < KEEP);
-      all &= from + 15 <= earliest && (from > latest - WINDOW || from + 15 < KEEP);
+    for (int n = 0; n < N; n++) {
+      const int tile = stage * N + n;
+      start[n] = n && IN_ONE ? start[0] + 16 * n : tile < tiles ? start_of(tile) : 1 << 30;
     }
+    const int end = start[N - 1] + 15;
+    const bool any = start[0] <= latest && (end > earliest - int(WINDOW) || start[0] < KEEP);
+    const bool all = end <= earliest && (start[0] > latest - int(WINDOW) || end < KEEP);
     // What this thread has copied is there, then what all have; and nobody reads the stage before any more.
     wait_for_copies<STAGES - 2>();
     __syncthreads();
     copy(stage + STAGES - 1);
-    if (!any || stage % lanes != turn) continue;
+    find(stage + STAGES);
+    if (!any || (stage & lanes - 1) != turn) continue;
 
-    // Scores of 16 tokens a tile: this lane has those of two queries for four of them. Lanes give addresses of rows of
-    // matrices, here of tokens 0 to 7 and 8 to 15, two words of each.
-    const uint4* key_rows = staged + stage % STAGES * WORDS + (lane / 16 * 8 + lane % 8) * (WIDE + 1) + lane / 8 % 2;
-    float s[2 * AHEAD][4];
+    // Scores of 16 tokens a tile: this lane has those of two queries for four of them.
+    const unsigned at = unsigned(stage) % STAGES * WORDS;
+    float s[2 * N][4];
     #pragma unroll
-    for (int j = 0; j < 2 * AHEAD; j++)
+    for (int j = 0; j < 2 * N; j++)
       #pragma unroll
       for (int i = 0; i < 4; i++) s[j][i] = 0;
     #pragma unroll
     for (int c = 0; c < 2 * C; c++)
       #pragma unroll
-      for (int n = 0; n < AHEAD; n++) {
+      for (int n = 0; n < N; n++) {
         uint32_t key[4];
-        load_matrices(key, key_rows + n * KEY_WORDS + c * 2);
+        load_matrices(key, key_rows + at + n * KEY_WORDS + c * 2);
         mma<T>(s[2 * n], qa[c], key[0], key[1]);
         mma<T>(s[2 * n + 1], qa[c], key[2], key[3]);
       }
     if (!all) {
       #pragma unroll
-      for (int j = 0; j < 2 * AHEAD; j++)
+      for (int j = 0; j < 2 * N; j++)
         #pragma unroll
         for (int i = 0; i < 4; i++) {
           const int position = start[j / 2] + j % 2 * 8 + 2 * t + (i & 1);
@@ -151,7 +168,7 @@
     for (int high = 0; high < 2; high++) {
       highest[high] = s[0][2 * high];
       #pragma unroll
-      for (int i = 1; i < 4 * AHEAD; i++) highest[high] = max(highest[high], s[i / 2][2 * high + i % 2]);
+      for (int i = 1; i < 4 * N; i++) highest[high] = max(highest[high], s[i / 2][2 * high + i % 2]);
       highest[high] *= factor;
     }
     if (__any_sync(0xffffffffu, highest[0] > top[0] + LAG || highest[1] > top[1] + LAG)) {
@@ -163,25 +180,23 @@
       }
     }
     #pragma unroll
-    for (int j = 0; j < 2 * AHEAD; j++)
+    for (int j = 0; j < 2 * N; j++)
       #pragma unroll
       for (int i = 0; i < 4; i++) {
         s[j][i] = exp2_approx(s[j][i] * factor - top[i >> 1]);
         sum[i >> 1] += s[j][i];
       }
 
-    // Values are added with them. Lanes give addresses of rows of 16 tokens, two words of each.
-    const uint4* value_rows =
-        staged + stage % STAGES * WORDS + AHEAD * KEY_WORDS + lane % 16 * (WIDE_V + 1) + lane / 16;
+    // Values are added with them.
     #pragma unroll
-    for (int n = 0; n < AHEAD; n++) {
+    for (int n = 0; n < N; n++) {
       const float(*x)[4] = s + 2 * n;
       const uint32_t w[4] = {
           pack<T>(x[0][0], x[0][1]), pack<T>(x[0][2], x[0][3]), pack<T>(x[1][0], x[1][1]), pack<T>(x[1][2], x[1][3])};
       #pragma unroll
       for (int j = 0; j < HV * 4; j++) {
         uint32_t value[4];
-        load_transposed(value, value_rows + n * VALUE_WORDS + j * 2);
+        load_transposed(value, value_rows + at + n * VALUE_WORDS + j * 2);
         mma<T>(acc[2 * j], w, value[0], value[1]);
         mma<T>(acc[2 * j + 1], w, value[2], value[3]);
       }
