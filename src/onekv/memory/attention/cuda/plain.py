@@ -38,8 +38,10 @@ from ..base import Backend, Call
 from ..layer import LayerKV, Pair
 
 THREADS = 128
-# Of the chip on which kernels were measured. By the registers that they take, it runs two or three of them each.
+# Of the chip on which kernels were measured. By the registers that they take, it runs two thread blocks each where rows read
+# for themselves, and three where they read together.
 MULTIPROCESSORS = 132
+ALONE, TOGETHER = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
 # Where rows read together: tiles of 16 tokens that are copied to shared memory at a time, of heads of up to 128 and of
 # larger ones, and for how many of these there is room.
 AHEAD, AHEAD_LARGE, STAGES = 2, 1, 2
@@ -235,7 +237,7 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS, 2))
+    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), ALONE, TOGETHER, 1))
     constants: Constants = (
         ("H", heads),
         ("G", shared),
@@ -271,7 +273,7 @@ def _launch(
     """The output, of that shape: by one kernel where each row reads for itself, else by two."""
     rows, query_heads, _, v_dim = shape
     heads = dict(constants)["H"]
-    launch: Any = {"grid": (work.shape.pieces * THREADS, heads, 1), "threadgroup": (THREADS, 1, 1)}
+    launch: Any = {"grid": (heads * THREADS, work.shape.pieces, 1), "threadgroup": (THREADS, 1, 1)}
     parts = (work.shape.parts * query_heads * (v_dim + 2),)
     if not work.shape.together:
         counters = own.take(rows * int(heads))
