@@ -15,9 +15,10 @@
 
   // What is written is read by its own row alone: it is there before anything is loaded.
   if (NEW && many == 1) {
-    for (int block = 0; block < count; block++) {
-      const int at = latest - base[block];
-      if (warp > 0 || at < 0 || at >= BS) continue;
+    int block = count - 1;
+    while (block > 0 && base[block] > latest) block--;
+    const int at = latest - base[block];
+    if (warp == 0 && at >= 0 && at < BS) {
       const int64_t own = (int64_t)head * SLOTS + (int64_t)ids[block] * BS + at, from = (int64_t)rows[0] * H + head;
       if (lane < D / 8)
         reinterpret_cast<uint4*>(keys + own * D)[lane] = turned(new_k + from * D, lane * 8, turns + rows[0] * ROPE);
@@ -72,14 +73,14 @@
   }
   find(STAGES - 1);
 
-  // Queries g and g + 8 as the tensor cores want them: a lane loads words of 16 bytes, four lanes exchange parts of them.
+  // Queries g and g + 8 as the tensor cores want them: a lane loads words of 16 bytes, four lanes exchange parts of them. In
+  // the place of a query that is not there comes one of the first row; nobody reads what it gets.
   uint32_t qa[2 * C][4];
   #pragma unroll
   for (int c = 0; c < C; c++)
     #pragma unroll
     for (int high = 0; high < 2; high++) {
-      uint4 word = make_uint4(0, 0, 0, 0);
-      if (there[high]) word = turned(q + own_query[high] * D, c * 32 + t * 8, turns + own_row[high] * ROPE);
+      const uint4 word = turned(q + own_query[high] * D, c * 32 + t * 8, turns + own_row[high] * ROPE);
       uint32_t x[4] = {word.x, word.y, word.z, word.w};
       #pragma unroll
       for (int step = 1; step < 4; step *= 2)
