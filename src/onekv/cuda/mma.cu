@@ -42,8 +42,8 @@ template <int LEFT> __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers from shared memory. Lane i gives the address of row i % 8 of matrix i / 8 and gets two
-// neighbours of row i / 4 of each matrix: numbers 2 * (i % 4) and the next.
+// Four 8 x 8 matrices of 16-bit numbers from shared memory. Lane i gives the address of row i % 8 of matrix i / 8 and
+// gets two neighbours of row i / 4 of each matrix: numbers 2 * (i % 4) and the next.
 __device__ inline void load_matrices(uint32_t* to, const void* row) {
   const uint32_t shared = uint32_t(__cvta_generic_to_shared(row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

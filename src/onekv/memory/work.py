@@ -106,8 +106,8 @@ def find_segments(ids: Integers, counts: Integers, least: int, shareable: Intege
 def make_work(
     ids: Integers, base: Integers, counts: Integers, kernel: Kernel, least: int, shared: int, padding: int = 0
 ) -> Work:
-    """About as many pieces as the device runs at a time, which take about as long as each other; shorter jobs are a piece
-    each and come last. Of one row, none is of fewer than `least` blocks.
+    """About as many pieces as the device runs at a time, which take about as long as each other. Shorter jobs are a
+    piece each and come last. Of one row, none is of fewer than `least` blocks.
 
     `ids` and `base` are [rows, blocks of the longest], of which the first `counts` count. Of blocks that several rows
     begin with, `shared` at least are read together; 0: each row reads its own. Behind these rows come `padding` ones,
@@ -157,8 +157,9 @@ def make_work(
 
 
 def _share(lengths: Integers, pieces: int, least: int) -> int:
-    """The smallest length of a piece, from `least` on, with which there are no more than `pieces`: a few more would have
-    the device to themselves when all others have ended. Jobs shorter than that follow each other in one place."""
+    """The smallest length of a piece, from `least` on, with which there are no more than `pieces`: a few more would
+    have the device to themselves when all others have ended. Jobs shorter than that follow each other in one place.
+    """
     low = max(least, -(-int(lengths.sum()) // pieces))
     high = max(low, int(lengths.max()))
     while low < high:

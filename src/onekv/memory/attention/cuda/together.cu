@@ -29,9 +29,9 @@
     __syncthreads();
   }
 
-  // All warps read the same tokens, from shared memory: N tiles of 16 at a time, a stage, while the next ones are copied
-  // there. A token's row has one word of 16 bytes more than it needs, so that eight rows, from which matrices are loaded,
-  // are in different banks.
+  // All warps read the same tokens, from shared memory: N tiles of 16 at a time, a stage, while the next ones are
+  // copied there. A token's row has one word of 16 bytes more than it needs, so that eight rows, from which a matrix is
+  // loaded, are in different banks.
   constexpr int N = AHEAD, WIDE = D / 8, WIDE_V = DV / 8, KEY_WORDS = 16 * (WIDE + 1), VALUE_WORDS = 16 * (WIDE_V + 1);
   constexpr int WORDS = N * (KEY_WORDS + VALUE_WORDS);
   // As much as two warps hand to two others in the end.
@@ -39,8 +39,8 @@
   __shared__ __align__(16) uint4 staged[STAGES * WORDS > HANDED_WORDS ? STAGES * WORDS : HANDED_WORDS];
   const T* own_keys = keys + (int64_t)head * SLOTS * D + threadIdx.x * 8;
   const T* own_values = values + (int64_t)head * SLOTS * DV + threadIdx.x * 8;
-  // A stage may begin in one block and end in another, if it is not IN_ONE. What is behind the last tile is that tile again:
-  // it is not seen.
+  // A stage may begin in one block and end in another, if it is not IN_ONE. What is behind the last tile is that tile
+  // again: it is not seen.
   constexpr bool IN_ONE = TILES % N == 0;
   const auto nth = [&](int stage, int n) { return unsigned(min(stage * N + n, tiles - 1)); };
   int id[N];
@@ -73,8 +73,8 @@
   }
   find(STAGES - 1);
 
-  // Queries g and g + 8 as the tensor cores want them: a lane loads words of 16 bytes, four lanes exchange parts of them. In
-  // the place of a query that is not there comes one of the first row; nobody reads what it gets.
+  // Queries g and g + 8 as the tensor cores want them: a lane loads words of 16 bytes, four lanes exchange parts of
+  // them. In the place of a query that is not there comes one of the first row; nobody reads what it gets.
   uint32_t qa[2 * C][4];
   #pragma unroll
   for (int c = 0; c < C; c++)
@@ -97,8 +97,8 @@
       for (int i = 0; i < 4; i++) qa[2 * c + i / 2][high + i % 2 * 2] = x[i];
     }
 
-  // Sums are of powers of 2, less `top`. That follows the highest score only when it has fallen behind by more than LAG, so
-  // that sums are seldom multiplied; weights of up to 2^LAG are as precise as those of up to 1.
+  // A weight is 2 to the score less `top`, which follows the highest score only when that is ahead by more than LAG:
+  // sums are seldom rescaled, and weights of up to 2^LAG are as precise as those of up to 1.
   constexpr float LAG = 8, LOWEST = -1e30f;
   float acc[HV * 8][4], top[2] = {LOWEST, LOWEST}, sum[2] = {0, 0};
   #pragma unroll
@@ -209,8 +209,8 @@
     sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 1);
     sum[high] += __shfl_xor_sync(0xffffffffu, sum[high], 2);
   }
-  // Nothing is left in flight; what was staged is no longer needed. Half of the warps that have the same queries hand what
-  // they have to the other half, until one of them has it all.
+  // Nothing is left in flight; what was staged is no longer needed. Half of the warps that have the same queries hand
+  // what they have to the other half, until one of them has it all.
   wait_for_copies<0>();
   float* handed = reinterpret_cast<float*>(staged) + lane;
   for (int half = lanes / 2; half; half /= 2) {
@@ -249,7 +249,8 @@
     const int64_t place = ((int64_t)(first_part + member) * H + head) * G + index % G;
     #pragma unroll
     for (int j = 0; j < HV * 8; j++)
-      *reinterpret_cast<float2*>(parts + place * DV + j * 8 + 2 * t) = make_float2(acc[j][2 * high], acc[j][2 * high + 1]);
+      *reinterpret_cast<float2*>(parts + place * DV + j * 8 + 2 * t) =
+          make_float2(acc[j][2 * high], acc[j][2 * high + 1]);
     if (t == 0) {
       tops[place] = top[high];
       sums[place] = sum[high];
