@@ -97,7 +97,7 @@ def error(
     rows_together=rows_together,
     steep=1.0,
 ) -> float:
-    """The largest difference of the kernels' output to the reference, relative to the largest output. Keys are `steep`."""
+    """The largest difference of the output to the reference, relative to the largest output; keys are times `steep`."""
     heads, (k_dim, v_dim) = 3, dims
     blocks = sum(-(-n // block_size) + 1 for n in lengths) + 3
     pool = Pool(Group(rule, (KVLayer("x", heads, k_dim, v_dim, dtype),)), blocks, block_size)
