@@ -1,7 +1,7 @@
 """Attention of one decode step, alone, over a prefix that all rows share: read once, and read by every row for itself.
 
     python benchmarks/shared_attention.py 16x16384 32x32768
-    python benchmarks/shared_attention.py --tune 16x16384       # with other amounts in shared memory
+    python benchmarks/shared_attention.py --tune 16x16384       # with other amounts in shared memory, other pieces
 
 One layer of the 8B shape (8 KV heads of 128, 4 queries each, bfloat16), 200 tokens of their own in each row. Needs a
 CUDA device. Milliseconds, medians of 50 calls, interleaved.
@@ -78,11 +78,13 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=["16x16384"])
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
-    ways = [(2, 2), (1, 2), (1, 3), (1, 4), (2, 3)] if arguments.tune else [(plain.AHEAD, plain.STAGES)]
+    default = (plain.AHEAD, plain.STAGES, plain.TOGETHER // plain.MULTIPROCESSORS)
+    ways = [(2, 2, 3), (1, 3, 3), (1, 4, 3), (2, 2, 2), (2, 2, 4)] if arguments.tune else [default]
     for case in arguments.cases:
-        for plain.AHEAD, plain.STAGES in ways:
+        for plain.AHEAD, plain.STAGES, per in ways:
+            plain.TOGETHER = per * plain.MULTIPROCESSORS
             together, apart = measure(*map(int, case.split("x")))
-            how = f"{plain.AHEAD} tiles, {plain.STAGES} stages"
+            how = f"{plain.AHEAD} tiles, {plain.STAGES} stages, {per} blocks a multiprocessor"
             print(
                 f"{case}, {how}: together {together:.3f} ms, apart {apart:.3f} ms: {apart / together:.2f}x", flush=True
             )

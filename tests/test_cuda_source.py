@@ -79,7 +79,7 @@ def test_every_file_is_used_and_included_ones_are_put_in():
         assert "#include" not in text and text.count("{") == text.count("}"), name
     for name, part in (
         ("plain", "tile"),
-        ("together", "parts"),
+        ("plain", "parts"),
         ("encoded", "queries"),
         ("encoded_alone", "last"),
         ("alone", "last"),

@@ -93,10 +93,20 @@ def test_no_few_pieces_are_left_when_all_others_have_ended():
     base = np.tile(np.arange(66) * 64, (8, 1))
     pieces, _ = read(make_work(ids, base, counts, kernel, 4, 0))
     assert len(pieces) == 32 and {len(blocks) for _, blocks, _, _ in pieces} <= {16, 17}
-    # More rows than that: twice as many pieces.
+    # More rows than that: each is one piece.
     rows = np.repeat(ids, 6, axis=0)
     pieces, _ = read(make_work(rows, np.repeat(base, 6, axis=0), np.full(48, 66), kernel, 4, 0))
-    assert 48 <= len(pieces) <= 66
+    assert len(pieces) == 48
+
+
+def test_short_jobs_take_no_places_from_long_ones_and_come_last():
+    """Of 33 places, 32 rows of four blocks need as many as they fill; the row of 256 gets the others."""
+    counts = np.array([4] * 32 + [256])
+    ids = np.arange(33 * 256, dtype=np.uint32).reshape(33, 256)
+    base = np.tile(np.arange(256) * 64, (33, 1))
+    pieces, _ = read(make_work(ids, base, counts, Kernel(8, 1, 264, 264, 1), 4, 0))
+    assert [members for members, *_ in pieces] == [[32]] * 22 + [[row] for row in range(32)]
+    assert {len(blocks) for _, blocks, _, _ in pieces[:22]} == {11, 12}
 
 
 def test_pieces_of_several_rows_take_longer():

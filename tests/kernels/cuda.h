@@ -133,4 +133,22 @@ template <> inline void mma<__nv_bfloat16>(float* c, const uint32_t* a, uint32_t
 template <> inline void mma<__half>(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
   kernel_mma(c, a, b0, b1, false);
 }
+// The 16 bytes of which each lane gives the address are a row of 8 numbers, eight lanes' rows a matrix.
+inline uint16_t matrix_number(const uint64_t* rows, int matrix, int row, int column) {
+  const uint4 numbers = *lane_value<const uint4*>(rows[matrix * 8 + row]);
+  return reinterpret_cast<const uint16_t*>(&numbers)[column];
+}
+inline void load_matrices(uint32_t* to, const void* row, int line = __builtin_LINE()) {
+  const uint64_t* rows = exchange(row, "load_matrices", line);
+  const int g = kernel_thread.x / 4 % 8, t = kernel_thread.x % 4;
+  for (int m = 0; m < 4; m++)
+    to[m] = matrix_number(rows, m, g, 2 * t) | uint32_t(matrix_number(rows, m, g, 2 * t + 1)) << 16;
+}
+inline void load_transposed(uint32_t* to, const void* row, int line = __builtin_LINE()) {
+  const uint64_t* rows = exchange(row, "load_transposed", line);
+  const int g = kernel_thread.x / 4 % 8, t = kernel_thread.x % 4;
+  for (int m = 0; m < 4; m++)
+    to[m] = matrix_number(rows, m, 2 * t, g) | uint32_t(matrix_number(rows, m, 2 * t + 1, g)) << 16;
+}
+inline float exp2_approx(float x) { return exp2f(x); }
 template <typename X> inline uint32_t pack(float x, float y) { return X(x).bits | uint32_t(X(y).bits) << 16; }

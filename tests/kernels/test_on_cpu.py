@@ -61,6 +61,28 @@ def test_a_product_is_that_of_the_instruction(kernels_on_cpu, dtype, name):
     assert mx.allclose(out, a.astype(mx.float32) @ b.astype(mx.float32) + 1, atol=1e-5)
 
 
+def test_matrices_are_loaded_as_by_the_instruction(kernels_on_cpu):
+    """Four of 8 x 8; each lane gives the address of a row and gets two numbers of each, from a row or from a column."""
+    source = """
+  __shared__ __align__(16) __half numbers[32][8];
+  for (int i = 0; i < 8; i++) numbers[threadIdx.x][i] = in0[threadIdx.x * 8 + i];
+  __syncthreads();
+  uint32_t two[4];
+  for (int side = 0; side < 2; side++) {
+    if (side) load_transposed(two, numbers[threadIdx.x]);
+    else load_matrices(two, numbers[threadIdx.x]);
+    for (int m = 0; m < 4; m++)
+      for (int i = 0; i < 2; i++) {
+        const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 2 + i;
+        out[((side * 4 + m) * 8 + row) * 8 + column] = bits_as<__half>(uint16_t(two[m] >> 16 * i));
+      }
+  }
+"""
+    numbers = mx.arange(256).astype(mx.float16).reshape(4, 8, 8)
+    out = run(kernels_on_cpu, source, (numbers,), (2, 4, 8, 8), mx.float16, threads=32)
+    assert mx.array_equal(out[0], numbers) and mx.array_equal(out[1], numbers.swapaxes(1, 2))
+
+
 def test_numbers_of_16_bits_are_those_of_mlx(kernels_on_cpu):
     some = [mx.random.normal((2000,)), 10.0 ** mx.random.uniform(-8, 5, (2000,)), mx.array([mx.inf, 65519.0, 65520.0])]
     x, every = mx.concatenate(some), mx.arange(2**16).astype(mx.uint16)
@@ -123,12 +145,17 @@ def plain() -> float:
     return test_cuda.error(mx.float16, (64, 64), 9, (300, 1, 33), Rule(), 16, with_sinks=True) / 0.002
 
 
-def together() -> float:
+def together(steep: float = 1.0) -> float:
     lengths, forks = (300, 310, 290, 80, 300, 300), {1: (0, 256), 2: (1, 272), 4: (0, 288), 5: (4, 256)}
     with pytest.MonkeyPatch.context() as patch:
         # Each of them shares something, and has some of its own.
         patch.setattr(pairs, "SHARED", 16)
-        return test_cuda.error(mx.float16, (64, 64), 4, lengths, Rule(), 16, forks, with_sinks=True) / 0.002
+        shape = (mx.float16, (64, 64), 4, lengths, Rule(), 16, forks)
+        return test_cuda.error(*shape, with_sinks=True, steep=steep) / 0.002
+
+
+def steep() -> float:
+    return together(40.0)
 
 
 def encoded() -> float:
@@ -156,7 +183,17 @@ PLANTED = [
     (plain, "lane];\n      __syncwarp();", "lane];"),
     (together, "wait_for_copies<STAGES - 2>();\n    __syncthreads();", "wait_for_copies<STAGES - 2>();"),
     (together, "wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
-    (together, "copy(stage + STAGES - 1);\n    for", "copy(stage + STAGES);\n    for"),
+    (together, "copy(stage + STAGES - 1);\n    find", "copy(stage + STAGES);\n    find"),
+    (together, "half; half /= 2) {\n    __syncthreads();", "half; half /= 2) {"),
+    (together, "__syncthreads();\n    if (turn < half)", "if (turn < half)"),
+    # What is not seen is seen.
+    (together, "    if (!all) {", "    if (false) {"),
+    # Weights beyond what 16 bits hold.
+    (steep, "LAG = 8", "LAG = 800"),
+    # Matrices that are not those of these tokens.
+    (together, "lane % 16 * (WIDE_V + 1)", "lane % 8 * (WIDE_V + 1)"),
+    (together, "lane / 8 % 2;", "lane / 16;"),
+    (together, "t & step ? x[i] : x[i + step], step)", "t & step ? x[i + step] : x[i], step)"),
     (together, "[lane];\n    }\n    __syncthreads();", "[lane];\n    }"),
     (encoded, "step *= 2) {\n    __syncthreads();", "step *= 2) {"),
     (product, "acc[tile][i];\n  __syncthreads();", "acc[tile][i];"),
@@ -175,7 +212,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("kernel", [plain, together, encoded, product])
+@pytest.mark.parametrize("kernel", [plain, together, steep, encoded, product])
 def test_kernels_without_a_mistake_are_right(cuda, kernel):
     assert kernel() < 1
 

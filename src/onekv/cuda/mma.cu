@@ -41,3 +41,29 @@ __device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: 
 template <int LEFT> __device__ inline void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
+
+// Four 8 x 8 matrices of 16-bit numbers from shared memory. Lane i gives the address of row i % 8 of matrix i / 8 and
+// gets two neighbours of row i / 4 of each matrix: numbers 2 * (i % 4) and the next.
+__device__ inline void load_matrices(uint32_t* to, const void* row) {
+  const uint32_t shared = uint32_t(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// The same, transposed: lane i gets two neighbours of column i / 4.
+__device__ inline void load_transposed(uint32_t* to, const void* row) {
+  const uint32_t shared = uint32_t(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// One instruction, which is off by 2 units in the last place at most; results below 2^-126 are 0.
+__device__ inline float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}

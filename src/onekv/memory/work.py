@@ -106,8 +106,8 @@ def find_segments(ids: Integers, counts: Integers, least: int, shareable: Intege
 def make_work(
     ids: Integers, base: Integers, counts: Integers, kernel: Kernel, least: int, shared: int, padding: int = 0
 ) -> Work:
-    """As many pieces as the device runs at a time, or a multiple of that, which take about as long as each other; of
-    one row, none of fewer than `least` blocks.
+    """About as many pieces as the device runs at a time, which take about as long as each other. Shorter jobs are a
+    piece each and come last. Of one row, none is of fewer than `least` blocks.
 
     `ids` and `base` are [rows, blocks of the longest], of which the first `counts` count. Of blocks that several rows
     begin with, `shared` at least are read together; 0: each row reads its own. Behind these rows come `padding` ones,
@@ -122,6 +122,7 @@ def make_work(
         for segment in segments
         for start in range(0, len(segment.rows), kernel.most)
     ]
+    jobs.sort(key=lambda job: (job.first - job.end) * kernel.weight(len(job.rows)))
     weights = [kernel.weight(len(job.rows)) for job in jobs]
     at_a_time = kernel.together if any(len(job.rows) > 1 for job in jobs) else kernel.alone
     lengths = np.array([(job.end - job.first) * weight for job, weight in zip(jobs, weights, strict=True)])
@@ -156,13 +157,15 @@ def make_work(
 
 
 def _share(lengths: Integers, pieces: int, least: int) -> int:
-    """The smallest length of a piece, from `least` on, with which there are no more than `pieces`, or than the multiple
-    of that which is needed: a few pieces more would have the device to themselves when all others have ended."""
-    pieces *= -(-len(lengths) // pieces)
-    low, high = max(least, -(-int(lengths.sum()) // pieces)), max(least, int(lengths.max()))
+    """The smallest length of a piece, from `least` on, with which there are no more than `pieces`: a few more would
+    have the device to themselves when all others have ended. Jobs shorter than that follow each other in one place.
+    """
+    low = max(least, -(-int(lengths.sum()) // pieces))
+    high = max(low, int(lengths.max()))
     while low < high:
         middle = (low + high) // 2
-        if int((-(-lengths // middle)).sum()) <= pieces:
+        places = np.where(lengths < middle, lengths / middle, -(-lengths // middle))
+        if places.sum() <= pieces:
             high = middle
         else:
             low = middle + 1

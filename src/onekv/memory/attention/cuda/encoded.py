@@ -248,7 +248,7 @@ def encoded_decode(
         *(queries.astype(dtype), *_planes(arrays), new_k.astype(dtype), new_v.astype(dtype)),
         *(work.table, lengths, *numbers, numbers[0] if turns is None else turns),
     ]
-    launch: Any = {"grid": (work.shape.pieces * THREADS, heads, 1), "threadgroup": (THREADS, 1, 1)}
+    launch: Any = {"grid": (heads * THREADS, work.shape.pieces, 1), "threadgroup": (THREADS, 1, 1)}
     parts = (work.shape.parts * query_heads * (DIM + 3),)
     shape = (rows, query_heads, 1, DIM)
     if work.shape.together:

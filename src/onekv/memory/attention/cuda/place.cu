@@ -1,8 +1,9 @@
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, t = lane & 3;
-  const int head = blockIdx.y;
-  if (blockIdx.x >= work[0]) return;
-  const int* piece = work + 8 + blockIdx.x * 5;
+  // Thread blocks start in the order of pieces, of all heads: the longest ones first.
+  const int head = blockIdx.x;
+  if (blockIdx.y >= work[0]) return;
+  const int* piece = work + 8 + blockIdx.y * 5;
   const int* rows = work + work[1] + piece[2];
   const int* ids = work + work[2] + piece[0];
   const int* base = work + work[3] + piece[0];

@@ -6,15 +6,19 @@ blocks together, the last piece of a shared prefix would have all its rows to jo
 thread block for each row and query head.
 
 It does what `paged.paged_decode` does, for the shapes that `CudaPlain` supports, in fewer operations for the host to
-start and close to the speed of memory (figures in benchmarks/). A warp takes 16 tokens at a time through the tensor
-cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then weights * V, with a
-running maximum and sum per query. The four warps of one row take different tokens. The queries of several rows fill up
-the tile and, where that is not enough, make two or four of them: warps with different tiles then take the same tokens,
-which come from memory once. How a dimension maps to a lane is free as long as both sides of a product agree, so every
-lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first: the kernel writes into the
-pool, an input, which MLX does not know (docs/memory.md says why that is sound). Only that warp reads or writes that
-slot, and blocks that are written are never shared. Where rows are tokens of one sequence, they read what the others
-store: there a kernel of its own stores all of them first.
+start and close to the speed of memory (figures in benchmarks/). A warp takes tokens, 16 or 32 at a time, through the
+tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then weights * V,
+with a running maximum and sum per query.
+
+Where rows read for themselves (plain.cu, tile.cu), the four warps take different tokens. How a dimension maps to a lane
+is free as long as both sides of a product agree, so every lane loads 16 adjacent bytes of memory. Where they read
+together (together.cu), the queries of several rows fill up the tile and, where that is not enough, make two or four of
+them, one for each warp: tokens come from memory once, into shared memory, from which all warps load their matrices.
+
+The warp that comes to the query's own token stores it first: the kernel writes into the pool, an input, which MLX does
+not know (docs/memory.md says why that is sound). Only that warp reads or writes that slot, and blocks that are written
+are never shared. Where rows are tokens of one sequence, they read what the others store: there a kernel of its own
+stores all of them first.
 
 Where queries and new keys come from RoPE, and the trace knows what that was given (`traces`), the kernel turns them as
 it loads them, by a table of cosines and sines that all layers share: two launches less in every layer. A row at
@@ -38,8 +42,10 @@ from ..base import Backend, Call
 from ..layer import LayerKV, Pair
 
 THREADS = 128
-# Of the chip on which kernels were measured. By the registers that they take, it runs two or three of them each.
+# Of the chip on which kernels were measured. By the registers that they take, it runs two thread blocks on each where
+# rows read for themselves, and three where they read together.
 MULTIPROCESSORS = 132
+ALONE, TOGETHER = 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS
 # Where rows read together: tiles of 16 tokens that are copied to shared memory at a time, of heads of up to 128 and of
 # larger ones, and for how many of these there is room.
 AHEAD, AHEAD_LARGE, STAGES = 2, 1, 2
@@ -235,7 +241,7 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS, 2))
+    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), ALONE, TOGETHER, 1))
     constants: Constants = (
         ("H", heads),
         ("G", shared),
@@ -271,7 +277,7 @@ def _launch(
     """The output, of that shape: by one kernel where each row reads for itself, else by two."""
     rows, query_heads, _, v_dim = shape
     heads = dict(constants)["H"]
-    launch: Any = {"grid": (work.shape.pieces * THREADS, heads, 1), "threadgroup": (THREADS, 1, 1)}
+    launch: Any = {"grid": (heads * THREADS, work.shape.pieces, 1), "threadgroup": (THREADS, 1, 1)}
     parts = (work.shape.parts * query_heads * (v_dim + 2),)
     if not work.shape.together:
         counters = own.take(rows * int(heads))

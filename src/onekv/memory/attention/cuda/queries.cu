@@ -25,8 +25,8 @@
     if (!there[high]) query[high] = latest;
 
   // Tiles of 16 tokens that any of them reads.
-  const auto start_of = [&](int tile) { return base[tile / TILES] + tile % TILES * 16; };
-  const auto slot_of = [&](int tile) {
+  const auto start_of = [&](unsigned tile) { return base[tile / TILES] + tile % TILES * 16; };
+  const auto slot_of = [&](unsigned tile) {
     return (int64_t)head * SLOTS + (int64_t)ids[tile / TILES] * BS + tile % TILES * 16;
   };
   const auto following = [&](int tile) {
