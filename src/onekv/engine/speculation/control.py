@@ -11,7 +11,8 @@ by the engine.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -114,17 +115,20 @@ class Speculation:
         return max(0, min(self.most, request.max_tokens - len(request.tokens) - 1))
 
     def _find(self, request: Request, limit: int) -> Match | None:
-        if self.proposer is None or not limit:
-            return None
-        try:
-            return self.proposer.propose(request, limit)
-        except Exception as error:
-            self._dismiss(error)
-            return None
+        found = None
+        if self.proposer is not None and limit:
+            with self._asking():
+                found = self.proposer.propose(request, limit)
+        return found
 
-    def _dismiss(self, error: Exception) -> None:
-        log.error("the proposer failed and is not asked again; answers go on without its guesses", exc_info=error)
-        self.proposer, self.failed = None, f"the proposer failed: {error!r}"
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A proposer that raises is not asked again: `failed` says why."""
+        try:
+            yield
+        except Exception as error:
+            log.exception("the proposer failed and is not asked again; answers continue without its guesses")
+            self.proposer, self.failed = None, f"the proposer failed: {error!r}"
 
     def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:
         """How many tokens of each proposal to verify, where they are of these kinds and lengths."""
@@ -188,22 +192,16 @@ class Speculation:
     def ended(self, request: Request, kept: bool) -> None:
         """`kept`: what it has computed is cached, and its tokens may be proposed to others."""
         self._guesses.pop(request, None)
-        if self.proposer is None:
-            return
-        try:
-            if kept:
-                self.proposer.learn(request)
-            self.proposer.forget(request)
-        except Exception as error:
-            self._dismiss(error)
+        if self.proposer is not None:
+            with self._asking():
+                if kept:
+                    self.proposer.learn(request)
+                self.proposer.forget(request)
 
     def clear(self) -> None:
-        if self.proposer is None:
-            return
-        try:
-            self.proposer.clear()
-        except Exception as error:
-            self._dismiss(error)
+        if self.proposer is not None:
+            with self._asking():
+                self.proposer.clear()
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(self._proposed, self._accepted, self._steps, self._doubtful)

@@ -120,7 +120,7 @@ class Verification:
         for at in span:
             row = position + at - span.start
             if not outcome.sound[row]:
-                # A later one is not known to be wrong before it is computed alone, unless the request's own rules failed.
+                # A later one is not known to be wrong before it is computed alone, unless its request's rules failed.
                 sound = at > 0 and request.error is None
                 return Row(request, tokens, logprobs, sound, back=1 + len(proposal) - at, doubtful=True)
             # What was not guessed at was computed alone.
