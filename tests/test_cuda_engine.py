@@ -25,7 +25,6 @@ def like_cuda(cuda, monkeypatch):
             monkeypatch.setattr(module, "kind", lambda: "cuda")
         monkeypatch.setattr(joined, "on_cuda", lambda: True)
         monkeypatch.setattr(mx, "compile", lambda function: function)
-    monkeypatch.setattr(selftest, "UNPROVEN", set())
 
 
 @pytest.fixture(scope="module")

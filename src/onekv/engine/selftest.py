@@ -28,8 +28,6 @@ LENGTHS = (3, 21)
 # different ways, and a long context is read in other pieces, which are joined in another order.
 SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
 TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
-# Devices on which that runs, but has not been shown to gain anything: it is not done there.
-UNPROVEN = {"cuda"}
 # Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
 # contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
 # lies between the largest and the next number, which is much where they have 16 bits.
@@ -135,8 +133,6 @@ def try_several(
         one_by_one = BY_SLOT_REASON
     if one_by_one is not None:
         return Several(0.0, one_by_one)
-    if memory.device in UNPROVEN:
-        return Several(0.0, f"several tokens of a sequence in one step have not been shown to pay on {memory.device}")
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     tolerance = 0.0
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
