@@ -14,7 +14,8 @@ which come from memory once. How a dimension maps to a lane is free as long as b
 lane loads 16 adjacent bytes. The warp that comes to the query's own token stores it first: the kernel writes into the
 pool, an input, which MLX does not know (docs/memory.md says why that is sound). Only that warp reads or writes that
 slot, and blocks that are written are never shared. Where rows are tokens of one sequence, they read what the others
-store: there a kernel of its own stores all of them first.
+store: there a kernel of its own stores all of them first. As many of them as fit one tile are read at a time, in the
+pieces and by the warps that would read each of them alone, so that what comes out is the same bit for bit (`work`).
 
 Where queries and new keys come from RoPE, and the trace knows what that was given (`traces`), the kernel turns them as
 it loads them, by a table of cosines and sines that all layers share: two launches less in every layer. A row at
@@ -235,7 +236,8 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS, 2))
+    fit = MOST_QUERIES // shared
+    work = grid.work(Kernel(heads, 4 * fit, 2 * MULTIPROCESSORS, 3 * MULTIPROCESSORS, 2, fit))
     constants: Constants = (
         ("H", heads),
         ("G", shared),
@@ -248,6 +250,7 @@ def cuda_decode(
         ("KEEP", reach[1]),
         ("NEW", new is not None),
         ("SINKS", sinks is not None),
+        ("SEVERAL", work.shape.several),
         *_rope(turn),
     )
     new_k, new_v = new if new is not None else (queries, queries)
