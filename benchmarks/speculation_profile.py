@@ -25,6 +25,7 @@ from decode_profile import Clock, by_kernel
 
 from onekv.bench import speculate_oracle as oracle_bench
 from onekv.bench.decode import _case, bench_model
+from onekv.cuda import products
 from onekv.engine import Request, selftest
 from onekv.engine import runner as runner_module
 from onekv.engine.speculation import verify as verify_module
@@ -36,7 +37,7 @@ from onekv.tables import table
 PARTS = ("propose", "land", "build", "start", "draw", "wait")
 
 
-def apart(model, engine, context: int, count: int) -> list[str]:
+def apart(model, engine, context: int, count: int, engine_s: float) -> list[str]:
     """How far logits of `count` tokens in one step are from those of one token at a time, as text."""
     tokens = np.random.default_rng(1).integers(0, engine.plan.layout.vocabulary, context + count)
     by = engine.runner.compiled
@@ -54,11 +55,14 @@ def apart(model, engine, context: int, count: int) -> list[str]:
         "in one step": after([count]),
         "in one step, each row reads for itself": after([count], 0),
     }
+    with pairs.reading_together():
+        cases["in one step, read together"] = after([count])
     spacing, tolerance = mx.finfo(mx.bfloat16).eps * float(mx.abs(alone).max()), engine.runner.several.tolerance
     best = mx.sort(alone, axis=-1)[:, -2:]
     gaps = (best[:, 1] - best[:, 0]).tolist()
     lines = [
-        f"tolerance {tolerance if tolerance is None else round(tolerance, 5)}; standard deviation of logits "
+        f"steps of up to {engine.runner.several.exact} rows are exact; tolerance of others {tolerance:.5f}; "
+        f"the engine took {engine_s:.1f} s to make; standard deviation of logits "
         f"{float(alone.std()):.4f}, one step of bfloat16 at the largest {spacing:.4f}; "
         f"gaps of the best {' '.join(f'{gap:.3f}' for gap in gaps)}"
     ]
@@ -105,13 +109,17 @@ def run(engine, prompts, tokens: int, clock: Clock | None = None) -> SimpleNames
 def profile(model, batch: int, context: int, arguments) -> list[str]:
     tokens, count = arguments.tokens, arguments.proposed
     plain = oracle_bench._engine(model, batch, context + tokens, "off", 1)
+    begin = time.perf_counter()
     engine = oracle_bench._engine(model, batch, context + tokens, "auto", count)
+    engine_s = time.perf_counter() - begin
     if engine.speculation is None:
         raise SystemExit(f"no speculation here: {engine.runner.several.why_not}")
-    print(f"\n{batch} x {context}", *apart(model, engine, context, 1 + count), sep="\n    ", flush=True)
+    print(f"\n{batch} x {context}", *apart(model, engine, context, 1 + count, engine_s), sep="\n    ", flush=True)
     prompts = np.random.default_rng(context).integers(0, engine.plan.layout.vocabulary, (batch, context)).tolist()
     run(plain, prompts, tokens)
     off = run(plain, prompts, tokens)
+    if batch == 1:
+        stock(model, context, prompts, tokens)
     oracle = oracle_bench.Oracle(engine.plan.layout.vocabulary)
     oracle.answers = dict(zip(map(tuple, prompts), off.answers, strict=True))
     oracle.share, oracle.count = arguments.share, count
@@ -154,6 +162,18 @@ def profile(model, batch: int, context: int, arguments) -> list[str]:
     figures = [*parts, wall - sum(parts), wall, statistics.median(off.walls), tables]
     slowest = " ".join(f"{1000 * x:.1f}" for x in sorted(wall for _, wall in steps)[-3:])
     return [f"{batch} x {context}", *(f"{1000 * x:.2f}" for x in figures), slowest, str(made)]
+
+
+def stock(model, context: int, prompts, tokens: int) -> None:
+    """Plain steps whose one row is multiplied by MLX's own kernel, beside ours."""
+    kept, products.LEAST = products.LEAST, 2
+    try:
+        engine = oracle_bench._engine(model, 1, context + tokens, "off", 1)
+        run(engine, prompts, tokens)
+        median = statistics.median(run(engine, prompts, tokens).walls)
+    finally:
+        products.LEAST = kept
+    print(f"    a plain step with MLX's own products of one row: {1000 * median:.2f} ms", flush=True)
 
 
 def kernels(engine, prompts, tokens: int) -> None:

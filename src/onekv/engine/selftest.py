@@ -18,6 +18,7 @@ from ..memory.compiled import CompiledDecode
 from ..memory.device import settle
 from ..memory.kv import KVMemory
 from ..memory.looped import LoopedDecode
+from ..memory.pairs import reading_together
 from ..memory.pool import OutOfBlocks
 from ..memory.pool.sequence import Sequence
 from ..memory.traced import Untraceable
@@ -25,8 +26,8 @@ from ..memory.traced import Untraceable
 # Tokens stored before the step that is compared.
 LENGTHS = (3, 21)
 # Tokens of one sequence that are tried in one step, and how many come before. On a GPU few and many are multiplied in
-# different ways, and a long context is read in other pieces, which are joined in another order.
-SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
+# different ways, and a long context is read in pieces; fewest first.
+SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (16, 600), (64, 600))
 TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
 # Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
 # contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
@@ -122,6 +123,8 @@ class Several(NamedTuple):
 
     tolerance: float
     why_not: str | None
+    # Steps of up to so many rows are exactly those of one token at a time, unless sequences read a prefix together.
+    exact: int = 0
 
 
 def try_several(
@@ -134,23 +137,36 @@ def try_several(
     if one_by_one is not None:
         return Several(0.0, one_by_one)
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
-    tolerance = 0.0
+    tolerance, exact, all_exact = 0.0, 0, compiled is not None
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
         count = min(count, memory.chunk)
         length = min(before, longest - count)
         tried = _try_count(model, memory, compiled, count, length) if count > 1 and length > 0 else TOO_SMALL
         if isinstance(tried, str):
             # A pool that is too small for many has room for few.
-            return Several(tolerance, None) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
-        tolerance = max(tolerance, tried)
-    return Several(tolerance, None)
+            return Several(tolerance, None, exact) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
+        tolerance = max(tolerance, tried.tolerance)
+        all_exact = all_exact and tried.apart == 0
+        exact = max(exact, count) if all_exact and compiled is not None and compiled.exact else exact
+        if exact == count:
+            # What is read together with other sequences is not.
+            with reading_together():
+                tried = _try_count(model, memory, compiled, count, length)
+            tolerance = max(tolerance, tried.tolerance) if isinstance(tried, Tried) else tolerance
+    return Several(tolerance, None, exact)
+
+
+class Tried(NamedTuple):
+    """How far logits of several tokens in a step were from those of one at a time, and how far they may be."""
+
+    apart: float
+    tolerance: float
 
 
 def _try_count(
     model: Module, memory: KVMemory, compiled: CompiledDecode | LoopedDecode | None, count: int, length: int
-) -> float | str:
-    """How far logits of `count` tokens in one step, after `length` others, may be from those of one at a time; or why
-    that cannot be done."""
+) -> Tried | str:
+    """`count` tokens in one step, after `length` others; or why that cannot be done."""
     tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, length + count)
     try:
         alone = _after(model, memory, tokens, length, [1] * count, compiled)
@@ -166,7 +182,7 @@ def _try_count(
     spacing = mx.finfo(alone.dtype).eps * float(mx.abs(alone).max())
     spread = float(alone.astype(mx.float32).std())
     apart = float(mx.abs(together.astype(mx.float32) - alone.astype(mx.float32)).max())
-    return max(SAFETY * apart, (LEAST_EXACT if memory.exact else LEAST) * spread, spacing)
+    return Tried(apart, max(SAFETY * apart, (LEAST_EXACT if memory.exact else LEAST) * spread, spacing))
 
 
 def _after(

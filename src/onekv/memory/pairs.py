@@ -5,7 +5,8 @@ always is; where rows are of very different lengths and most of it would be padd
 to compute with.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,6 +26,21 @@ LEAST = 256
 SHARED = 256
 
 Made = TypeVar("Made")
+# Whether rows of one sequence are read as each would be alone, where there is a kernel for that.
+_alike = True
+
+
+@contextmanager
+def reading_together() -> Iterator[None]:
+    """Inside, rows of one sequence are read as those of sequences that share a prefix are."""
+    global _alike
+    _alike = False
+    try:
+        yield
+    finally:
+        _alike = True
+
+
 Matrices = tuple[mx.array, mx.array, mx.array]
 Integers = np.ndarray[Any, Any]
 Row = list[int] | Integers
@@ -266,4 +282,4 @@ def _tokens(tables: list[Table], lengths: list[int], counts: Integers, firsts: l
     behind = np.array([len(table.blocks) - end for table, (_, end) in zip(tables, own, strict=True)])
     # Kept blocks come before what is forgotten: what is left is no run.
     runs = not tables[0].kept or not begins.any()
-    return Tokens(firsts, begins, counts - behind, runs)
+    return Tokens(firsts, begins, counts - behind, runs and _alike)
