@@ -26,8 +26,10 @@ from ..memory.traced import Untraceable
 # Tokens stored before the step that is compared.
 LENGTHS = (3, 21)
 # Tokens of one sequence that are tried in one step, and how many come before. On a GPU few and many are multiplied in
-# different ways, and a long context is read in pieces; fewest first.
-SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (16, 600), (64, 600))
+# different ways, and a long context is read in other pieces, which are joined in another order.
+SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
+# The same where they may be exactly those of fewer, of how many each says: of one, and then of those that were.
+ALIKE = ((4, LENGTHS[1], 1), (16, 600, 1), (64, 600, 16))
 TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
 # Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
 # contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
@@ -137,40 +139,49 @@ def try_several(
     if one_by_one is not None:
         return Several(0.0, one_by_one)
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
-    tolerance, exact, all_exact = 0.0, 0, compiled is not None
+    tolerance = 0.0
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
         count = min(count, memory.chunk)
         length = min(before, longest - count)
         tried = _try_count(model, memory, compiled, count, length) if count > 1 and length > 0 else TOO_SMALL
         if isinstance(tried, str):
-            # A pool that is too small for many has room for few.
-            return Several(tolerance, None, exact) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
-        tolerance = max(tolerance, tried.tolerance)
-        all_exact = all_exact and tried.apart == 0
-        exact = max(exact, count) if all_exact and compiled is not None and compiled.exact else exact
-        if exact == count:
-            # What is read together with other sequences is not.
-            with reading_together():
-                tried = _try_count(model, memory, compiled, count, length)
-            tolerance = max(tolerance, tried.tolerance) if isinstance(tried, Tried) else tolerance
+            if tolerance and tried == TOO_SMALL:
+                # A pool that is too small for many has room for few.
+                break
+            return Several(0.0, tried)
+        tolerance = max(tolerance, tried)
+    exact = _exact_rows(model, memory, compiled, longest) if isinstance(compiled, CompiledDecode) else 0
     return Several(tolerance, None, exact)
 
 
-class Tried(NamedTuple):
-    """How far logits of several tokens in a step were from those of one at a time, and how far they may be."""
-
-    apart: float
-    tolerance: float
+def _exact_rows(model: Module, memory: KVMemory, compiled: CompiledDecode, longest: int) -> int:
+    """Steps of up to how many tokens give exactly the logits of one token at a time; 0: none."""
+    exact = 0
+    for count, before, fewer in ALIKE:
+        if count > memory.chunk or before + count > longest or fewer > max(1, exact):
+            break
+        tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, before + count)
+        try:
+            expected = _after(model, memory, tokens, before, [fewer] * (count // fewer), compiled)
+            together = _after(model, memory, tokens, before, [count], compiled)
+        except OutOfBlocks:
+            break
+        if not compiled.exact or not mx.array_equal(together, expected):
+            break
+        exact = count
+    return exact
 
 
 def _try_count(
     model: Module, memory: KVMemory, compiled: CompiledDecode | LoopedDecode | None, count: int, length: int
-) -> Tried | str:
-    """`count` tokens in one step, after `length` others; or why that cannot be done."""
+) -> float | str:
+    """How far logits of `count` tokens in one step, after `length` others, may be from those of one at a time; or why
+    that cannot be done. They are read as they would be with other sequences that share a prefix."""
     tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, length + count)
     try:
         alone = _after(model, memory, tokens, length, [1] * count, compiled)
-        together = _after(model, memory, tokens, length, [count], compiled)
+        with reading_together():
+            together = _after(model, memory, tokens, length, [count], compiled)
     except OutOfBlocks:
         return TOO_SMALL
     except Untraceable as error:
@@ -182,7 +193,7 @@ def _try_count(
     spacing = mx.finfo(alone.dtype).eps * float(mx.abs(alone).max())
     spread = float(alone.astype(mx.float32).std())
     apart = float(mx.abs(together.astype(mx.float32) - alone.astype(mx.float32)).max())
-    return Tried(apart, max(SAFETY * apart, (LEAST_EXACT if memory.exact else LEAST) * spread, spacing))
+    return max(SAFETY * apart, (LEAST_EXACT if memory.exact else LEAST) * spread, spacing)
 
 
 def _after(

@@ -35,8 +35,8 @@ class CompiledDecode:
         self._model, self._memory = model, memory
         self._keys: list[Keys] = [[] for _ in memory.pools]
         self._functions: OrderedDict[Any, Function] = OrderedDict()
-        # Whether each token of the last step comes to what it would be as the only one of its sequence, as far as the
-        # kernels decide that.
+        # Whether each token of the last step comes to what it would as the only one of its sequence, if all depends on
+        # the kernels that attend and multiply.
         self.exact = False
 
     def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
@@ -56,14 +56,13 @@ class CompiledDecode:
                     inputs_of(group, keys, rows + padding) for group, keys in zip(step.groups, self._keys, strict=True)
                 ]
                 several = max(counts) > 1
-                # Otherwise one token of each is not multiplied by the kernel, either.
-                alike = several and len(sequences) <= products.MOST
-                self.exact = alike and all(
+                # One token of each of more sequences would not be multiplied by the kernel.
+                self.exact = len(sequences) <= products.MOST and all(
                     group.grid.work(key, rows + padding).exact
                     for group, keys in zip(step.groups, self._keys, strict=True)
                     for key in keys
                 )
-                function = self._function(several, alike, tuple(shape for _, shape in made))
+                function = self._function(several, several and self.exact, tuple(shape for _, shape in made))
                 inputs = [some for some, _ in made]
                 try:
                     logits = function(tokens, positions, inputs, memory.layer_arrays)

@@ -244,8 +244,8 @@ def _pack(
     fields = [np.array(pieces).reshape(-1), np.array(rows), ids, base, ranges, np.array(order)]
     starts = HEADER + np.cumsum([len(field) for field in fields])
     joined = any(piece[3] > 1 for piece in pieces)
-    sizes = (int(starts[-1]), len(pieces), len(order))
-    shape = Shape(*map(rounded, sizes), together=joined and not several, several=joined and several)
+    length, count, parts = (rounded(size) for size in (int(starts[-1]), len(pieces), len(order)))
+    shape = Shape(length, count, parts, joined and not several, joined and several)
     header = [len(pieces), *starts[:5], shape.parts, 0]
     table = np.zeros(shape.length, np.int32)
     table[: starts[-1]] = np.concatenate([header, *fields])
