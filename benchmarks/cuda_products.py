@@ -1,7 +1,7 @@
 """Products of few rows with weights: the kernel of OneKV, and MLX's own (cuBLAS), in the same run.
 
     python benchmarks/cuda_products.py 2 8 16 32
-    python benchmarks/cuda_products.py --tune 8          # with other numbers of warps and of loads in flight
+    python benchmarks/cuda_products.py --tune 8 40       # with other numbers of loads in flight and of outputs
 
 The shapes of an 8B Llama, bfloat16. Needs a CUDA device. Microseconds for each product, and the share of the bandwidth
 that was measured; medians of 20 rounds of 30 products with different weights, interleaved.
@@ -50,14 +50,16 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     arguments = parser.parse_args()
     per_second = bandwidth()
-    ways = [(8, 4), (8, 2), (16, 2), (4, 4), (8, 6)] if arguments.tune else [(products.WARPS, products.BATCH)]
+    chosen = products.way
     for rows in arguments.rows:
         for k, n in SHAPES:
-            for products.WARPS, products.BATCH in ways:
+            tried = [(1, 4), (1, 2), (2, 2), (2, 1), (4, 1)] if arguments.tune else [chosen(rows, n)]
+            for outs, batch in tried:
+                products.way = lambda rows, n, way=(outs, batch): way
                 ours, stock = measure(rows, k, n)
                 share = 2 * k * n / per_second / ours
                 print(
-                    f"{rows:2} x {k} x {n}, {products.WARPS} warps, {products.BATCH} loads: {ours * 1e6:.1f} us, "
+                    f"{rows:2} x {k} x {n}, {16 * outs} outputs, {batch} loads: {ours * 1e6:.1f} us, "
                     f"MLX {stock * 1e6:.1f} us: {stock / ours:.2f}x, {share:.0%}",
                     flush=True,
                 )

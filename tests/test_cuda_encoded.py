@@ -31,7 +31,8 @@ SHAPES = (
 CASES = [(kv_format, *shape) for kv_format, shape in itertools.product(FORMATS, SHAPES)]
 
 
-def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, **rows) -> float:
+def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, alike=False, **rows) -> float:
+    """`alike`: tokens of one sequence are read as each would be alone."""
     case = Case(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope, DIM, **rows)
     assert CudaEncoded.supports(case.stored, block_size, "cuda")
     backend = CudaEncoded(LayerKV(case.stored, case.arrays, Turns(), "cuda"))
@@ -39,7 +40,7 @@ def error(kv_format, dtype, shared, lengths, rule, block_size, with_sinks, rope,
     mx.eval(out)
     if rows:
         (work,) = case.step.grid._works.values()
-        assert work.shape.together is (rule.window is None)
+        assert work.shape.together is (rule.window is None and not alike) and work.shape.several is alike
     case.check_stored()
     return case.error(out)
 
@@ -70,7 +71,11 @@ def test_rows_that_read_together_attend_like_the_reference(cuda, case, monkeypat
     """Of a window that has moved on nothing is shared: each row reads for itself what was stored for all."""
     *shape, rows = case
     monkeypatch.setattr(pairs, "SHARED", 256)
-    assert error(*shape, **rows) < (0.015 if case[1] == mx.bfloat16 else 0.003)
+    most = 0.015 if case[1] == mx.bfloat16 else 0.003
+    with pairs.reading_together():
+        assert error(*shape, **rows) < most
+    if "counts" in rows and shape[4].window is None:
+        assert error(*shape, **rows, alike=True) < most
 
 
 def test_the_kernel_is_not_used_without_the_device_or_for_other_shapes():

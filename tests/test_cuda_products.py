@@ -39,12 +39,28 @@ def test_products_are_those_of_the_layer(cuda, shape, dtype, bias):
     assert error < (0.01 if dtype == mx.bfloat16 else 0.002)
 
 
-def test_only_decode_steps_of_several_rows_come_here():
+@pytest.mark.parametrize(("k", "n"), [(1056, 64), (640, 48)])
+def test_a_row_is_the_same_whatever_is_beside_it(cuda, k, n):
+    """With any number of rows, and of outputs of a thread block."""
+    layer = layer_of(mx.bfloat16, k, n, False)
+    x = mx.random.normal((64, 1, k)).astype(mx.bfloat16)
+    alone = mx.concatenate([products.multiply(layer, x[row : row + 1], (16, n))[1] for row in range(64)])
+    for rows in (4, 8, 13, 16, 24, 40, 48, 64):
+        assert mx.array_equal(products.multiply(layer, x[:rows], (16, n))[1], alone[:rows]), rows
+
+
+def test_only_decode_steps_of_few_rows_come_here():
     layer = layer_of(mx.bfloat16, 64, 32, False)
     assert products.supports(layer) and not products.supports(layer, (24, 32))
     assert not products.supports(layer_of(mx.float32, 64, 32, False))
     assert not products.supports(layer_of(mx.bfloat16, 64, 40, False))
-    for shape, here in (((8, 1, 64), True), ((1, 1, 64), False), ((1, 8, 64), False), ((4, 2, 64), False)):
+    for shape, here in (
+        ((8, 1, 64), True),
+        ((1, 1, 64), True),
+        ((1, 8, 64), False),
+        ((17, 1, 64), False),
+        ((4, 2, 64), False),
+    ):
         assert products.fits(layer, mx.zeros(shape, mx.bfloat16)) is here
     assert not products.fits(layer, mx.zeros((8, 1, 64)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels.fixtures import few_on_cpu
-from onekv.engine import Request, selftest
+from onekv.engine import Request
 from onekv.engine.params import Sampling
 from onekv.engine.speculation.log import Match
 from onekv.memory.attention.base import Call
@@ -98,11 +98,6 @@ class Oracle:
 
     def clear(self):
         pass
-
-
-@pytest.fixture(autouse=True)
-def tried(monkeypatch):
-    monkeypatch.setattr(selftest, "UNPROVEN", set())
 
 
 def model(seed: int = 5, layers: int = 3):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onekv.memory.work import HEADER, PIECE, Kernel, find_segments, make_work, rounded
+from onekv.memory.work import HEADER, PIECE, Kernel, Tokens, find_segments, make_work, rounded
 
 
 @st.composite
@@ -118,3 +118,57 @@ def test_pieces_of_several_rows_take_longer():
 def test_shapes_change_seldom():
     sizes = {rounded(count) for count in range(1, 100_001)}
     assert len(sizes) < 80 and all(count <= rounded(count) <= max(count * 1.25, count + 7) for count in range(1, 5000))
+
+
+@st.composite
+def sequences(draw):
+    """For each of some sequences: the blocks that each of its tokens reads, as (begin, end)."""
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        begin, end = draw(st.integers(0, 5)), draw(st.integers(6, 40))
+        tokens = [(begin, end)] * draw(st.integers(1, 9))
+        # Later ones read a block more, and may have forgotten one.
+        later = (begin + draw(st.integers(0, 1)), end + 1)
+        found.append(tokens + [later] * draw(st.integers(0, 3)))
+    return found
+
+
+@given(sequences(), st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2))
+def test_tokens_of_one_sequence_are_cut_as_each_would_be_alone(found, pieces, least, fit, padding):
+    kernel, width = Kernel(1, 4 * fit, pieces, 2 * pieces, 2, fit), 42
+    own = np.arange(len(found) * width).reshape(len(found), width)
+    rows = [(number, span) for number, tokens in enumerate(found) for span in tokens]
+    ids, base = own[[number for number, _ in rows]], np.tile(np.arange(width) * 16, (len(rows), 1))
+    begins, ends = (np.array([span[side] for _, span in rows]) for side in (0, 1))
+    numbers = [number for number, _ in rows]
+    tokens = Tokens([numbers.index(number) for number in numbers], begins, ends)
+    work = make_work(ids, base, np.full(len(rows), width), kernel, least, 4, padding, tokens)
+    made, parts_of = read(work)
+    assert work.exact and not work.shape.together
+    blocks_of = {part + i: blocks for members, blocks, _, part in made for i in range(len(members))}
+    for members, *_ in made:
+        assert len(members) <= fit and len({numbers[row] for row in members if row < len(rows)}) <= 1
+        # The one that ends last joins all rows of its piece.
+        assert len({len(parts_of[row]) for row in members}) == 1
+    # Each beside the first tokens of the other sequences, as in a step of one token of each.
+    for row, (number, (begin, end)) in enumerate(rows):
+        firsts = [tokens_of[0] for tokens_of in found]
+        if (begin, end) != firsts[number]:
+            assert [block for part in parts_of[row] for block in blocks_of[part]] == own[number, begin:end].tolist()
+            continue
+        plain_ids = [own[i, first:last] for i, (first, last) in enumerate(firsts)]
+        counts = np.array(list(map(len, plain_ids)))
+        padded = np.array([np.pad(some, (0, width - len(some)), constant_values=10**6) for some in plain_ids])
+        plain, plain_parts = read(make_work(padded, base[: len(found)], counts, kernel, least, 4))
+        plain_of = {part: blocks for _, blocks, _, part in plain}
+        assert [blocks_of[part] for part in parts_of[row]] == [plain_of[part] for part in plain_parts[number]]
+
+
+def test_tokens_are_read_together_with_sequences_that_share_a_prefix():
+    ids = np.array([range(20)] * 3 + [[*range(10), *range(30, 40)]])
+    tokens = Tokens([0, 0, 0, 3], np.zeros(4, int), np.full(4, 20))
+    base, counts = np.tile(np.arange(20) * 16, (4, 1)), np.full(4, 20)
+    for shared, exact in ((10, False), (11, True)):
+        work = make_work(ids, base, counts, Kernel(1, 16, 40, 40, 2, 4), 1, shared, 0, tokens)
+        assert work.exact is exact and work.shape.together is not exact and work.shape.several is exact
+    assert not make_work(ids, base, counts, Kernel(1, 16, 40, 40, 2), 1, 11, 0, tokens).exact

@@ -26,7 +26,9 @@ class Turned:
 
 
 class Notes:
-    def __init__(self) -> None:
+    def __init__(self, alike: bool = False) -> None:
+        # Whether rows are tokens of one sequence, each of which has to come to what it would alone.
+        self.alike = alike
         # The arrays themselves, too: as long as they are here, no other has their id.
         self._made: dict[int, tuple[mx.array, Turned]] = {}
 
@@ -56,8 +58,9 @@ def notes() -> Notes | None:
 
 
 @contextmanager
-def watching() -> Iterator[Notes]:
-    kept, _watcher.notes = _watcher.notes, Notes()
+def watching(alike: bool = False) -> Iterator[Notes]:
+    """`alike`: some rows are tokens of one sequence, each of which has to come to what it would alone."""
+    kept, _watcher.notes = _watcher.notes, Notes(alike)
     _replace(1)
     try:
         yield _watcher.notes

@@ -1,28 +1,35 @@
-  // Sixteen outputs of all rows for each thread block. Its warps share the inputs, 32 at a time; a lane loads 16 bytes.
-  // What comes next is loaded before what is there is multiplied, so that memory is never idle.
+  // Sixteen outputs of all rows for each thread block, OUTS times. Its warps share the inputs, 32 at a time; a lane loads
+  // 16 bytes. What comes next is loaded before what is there is multiplied, so that memory is never idle. In which order
+  // a number is added up depends on K and WARPS alone: it is the same for any number of rows.
   constexpr int CHUNKS = K / 32;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int g = lane >> 2, t = lane & 3, first = blockIdx.x * 16, rows = x_shape[0];
-  const T* low = weight + (int64_t)(first + g) * K + t * 8;
+  const int g = lane >> 2, t = lane & 3, rows = x_shape[0];
+  const T* low = weight + (int64_t)(blockIdx.x * OUTS * 16 + g) * K + t * 8;
   const T* high = low + 8 * K;
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
-  float acc[TILES][4];
+  float acc[OUTS][TILES][4];
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
+  for (int out = 0; out < OUTS; out++)
     #pragma unroll
-    for (int i = 0; i < 4; i++) acc[tile][i] = 0;
+    for (int tile = 0; tile < TILES; tile++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++) acc[out][tile][i] = 0;
 
   struct Batch {
-    uint4 a[BATCH], b[BATCH], input[BATCH][TILES];
+    uint4 a[BATCH][OUTS], b[BATCH][OUTS], input[BATCH][TILES];
   };
   const auto load = [&](Batch& batch, int start) {
     #pragma unroll
     for (int i = 0; i < BATCH; i++) {
       const int at = (start + i * WARPS) * 32;
       const bool there = at < K;
-      batch.a[i] = there ? __ldcs(reinterpret_cast<const uint4*>(low + at)) : zero;
-      batch.b[i] = there ? __ldcs(reinterpret_cast<const uint4*>(high + at)) : zero;
+      #pragma unroll
+      for (int out = 0; out < OUTS; out++) {
+        const int64_t from = (int64_t)out * 16 * K + at;
+        batch.a[i][out] = there ? __ldcs(reinterpret_cast<const uint4*>(low + from)) : zero;
+        batch.b[i][out] = there ? __ldcs(reinterpret_cast<const uint4*>(high + from)) : zero;
+      }
       #pragma unroll
       for (int tile = 0; tile < TILES; tile++) {
         const int row = tile * 8 + g;
@@ -33,16 +40,18 @@
   };
   const auto multiply = [&](const Batch& batch) {
     #pragma unroll
-    for (int i = 0; i < BATCH; i++) {
-      const uint4 a = batch.a[i], b = batch.b[i];
-      const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
+    for (int i = 0; i < BATCH; i++)
       #pragma unroll
-      for (int tile = 0; tile < TILES; tile++) {
-        const uint4 input = batch.input[i][tile];
-        mma<T>(acc[tile], even, input.x, input.y);
-        mma<T>(acc[tile], odd, input.z, input.w);
+      for (int out = 0; out < OUTS; out++) {
+        const uint4 a = batch.a[i][out], b = batch.b[i][out];
+        const uint32_t even[4] = {a.x, b.x, a.y, b.y}, odd[4] = {a.z, b.z, a.w, b.w};
+        #pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+          const uint4 input = batch.input[i][tile];
+          mma<T>(acc[out][tile], even, input.x, input.y);
+          mma<T>(acc[out][tile], odd, input.z, input.w);
+        }
       }
-    }
   };
   constexpr int STEP = WARPS * BATCH;
   Batch one, two;
@@ -57,14 +66,20 @@
   // Rows of an odd length: fewer lanes write to the same bank.
   __shared__ float sums[WARPS][16][TILES * 8 + 1];
   #pragma unroll
-  for (int tile = 0; tile < TILES; tile++)
+  for (int out = 0; out < OUTS; out++) {
+    if (out > 0) __syncthreads();
     #pragma unroll
-    for (int i = 0; i < 4; i++) sums[warp][g + i / 2 * 8][tile * 8 + 2 * t + i % 2] = acc[tile][i];
-  __syncthreads();
-  for (int index = threadIdx.x; index < 16 * rows; index += WARPS * 32) {
-    const int n = index % 16, row = index / 16;
-    float sum = BIAS ? float(bias[first + n]) : 0.0f;
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += sums[w][n][row];
-    to[(int64_t)row * width + column + n] = T(sum);
+    for (int tile = 0; tile < TILES; tile++)
+      #pragma unroll
+      for (int i = 0; i < 4; i++) sums[warp][g + i / 2 * 8][tile * 8 + 2 * t + i % 2] = acc[out][tile][i];
+    __syncthreads();
+    const int first = (blockIdx.x * OUTS + out) * 16;
+    const Place place = place_of(first);
+    for (int index = threadIdx.x; index < 16 * rows; index += WARPS * 32) {
+      const int n = index % 16, row = index / 16;
+      float sum = BIAS ? float(bias[first + n]) : 0.0f;
+      #pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += sums[w][n][row];
+      place.to[(int64_t)row * place.width + place.column + n] = T(sum);
+    }
   }

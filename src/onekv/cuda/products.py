@@ -2,8 +2,10 @@
 
 MLX leaves a product of several rows to cuBLAS and looks for an algorithm at every call: 20 us of the host's time, where
 starting a kernel takes 9 (one H200, benchmarks/). With eight rows that is what limits a decode step. Here a thread
-block has sixteen outputs: its warps share the inputs, multiply on the tensor cores with sums in float32, and add up in
-an order that depends on the shape alone. Where several layers share their input, their outputs are apart (`ends`): what
+block has sixteen outputs or a few times that: its warps share the inputs, multiply on the tensor cores with sums in
+float32, and add up in an order that depends on the weights' shape alone. So a row comes to the same, bit for bit,
+whatever rows are beside it, one row included: several tokens of a sequence in one step are what they would be one at a
+time (docs/speculation.md). Where several layers share their input, their outputs are apart (`ends`): what
 comes next would copy columns of a joint one.
 """
 
@@ -15,13 +17,17 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
+from ..traces import notes
 from .source import NAMES, Constants, define, kernel_name, read
 
 # Warps of a thread block, and how many times 32 inputs each of them loads at once, of up to 8 rows and of more: what is
 # loaded must leave room for a second thread block.
 WARPS, BATCH, BATCH_OF_MORE = 8, 4, 2
-# Rows that are multiplied by the kernel; one is MLX's own, more are cuBLAS's.
-LEAST, MOST = 2, 16
+# Times sixteen outputs of a thread block where there are more than MOST rows: each reads all inputs, which is more than
+# its weights then.
+OUTS = 2
+# Rows that are multiplied by the kernel, and where some are tokens of one sequence; more are cuBLAS's.
+LEAST, MOST, MOST_OF_SEVERAL = 1, 16, 64
 
 
 class FewRows(Linear):
@@ -49,9 +55,18 @@ def supports(layer: Linear, ends: tuple[int, ...] = ()) -> bool:
 
 
 def fits(layer: Linear, x: mx.array) -> bool:
-    """Whether `x` [rows, 1, k] is a decode step's, and of as many rows as are faster here."""
-    rows = x.shape[0]
-    return LEAST <= rows <= MOST and x.size == rows * x.shape[-1] and x.dtype == layer.weight.dtype
+    """Whether `x` [rows, 1, k] is a decode step's, and of as many rows as are multiplied here."""
+    rows, noted = x.shape[0], notes()
+    most = MOST_OF_SEVERAL if noted is not None and noted.alike else MOST
+    return LEAST <= rows <= most and x.size == rows * x.shape[-1] and x.dtype == layer.weight.dtype
+
+
+def way(rows: int, n: int) -> tuple[int, int]:
+    """Times sixteen outputs of a thread block, and loads at once: as many as there are registers for."""
+    outs = OUTS if rows > MOST and n % (16 * OUTS) == 0 else 1
+    if rows <= 8:
+        return outs, BATCH
+    return outs, BATCH_OF_MORE if -(-rows // 8) + 2 * outs <= 10 else 1
 
 
 def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
@@ -59,16 +74,18 @@ def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array
     weight: mx.array = layer.weight
     n, k = weight.shape
     tiles = -(-x.shape[0] // 8)
+    outs, batch = way(x.shape[0], n)
     constants: Constants = (
         ("K", k),
         ("TILES", tiles),
+        ("OUTS", outs),
         ("WARPS", WARPS),
-        ("BATCH", BATCH if tiles == 1 else BATCH_OF_MORE),
+        ("BATCH", batch),
         ("BIAS", "bias" in layer),
     )
     parts: list[mx.array] = _kernel(weight.dtype, constants, ends)(
         inputs=[x, weight, layer.bias if "bias" in layer else weight],
-        grid=(n // 16 * WARPS * 32, 1, 1),
+        grid=(n // 16 // outs * WARPS * 32, 1, 1),
         threadgroup=(WARPS * 32, 1, 1),
         output_shapes=[(*x.shape[:-1], end - start) for start, end in pairwise((0, *ends))],
         output_dtypes=[x.dtype] * len(ends),
@@ -89,10 +106,8 @@ def _kernel(dtype: mx.Dtype, constants: Constants, ends: tuple[int, ...]) -> Any
 
 
 def _choose(ends: tuple[int, ...]) -> str:
-    """Where a thread block's outputs go: `to`, of rows of `width`, from `column` on."""
-    lines = ["  T* to = out0;", f"  int column = blockIdx.x * 16, width = {ends[0]};"]
-    for number, (start, end) in enumerate(pairwise(ends), 1):
-        lines.append(f"  if (blockIdx.x * 16 >= {start}) {{")
-        lines.append(f"    to = out{number}; column = blockIdx.x * 16 - {start}; width = {end - start};")
-        lines.append("  }")
-    return "\n" + "\n".join(lines)
+    """Where outputs from `first` on go: `to`, of rows of `width`, from `column` on."""
+    lines = ["  struct Place { T* to; int column, width; };", "  const auto place_of = [&](int first) -> Place {"]
+    for number, (start, end) in reversed(list(enumerate(pairwise((0, *ends))))):
+        lines.append(f"    if (first >= {start}) return {{out{number}, first - {start}, {end - start}}};")
+    return "\n" + "\n".join([*lines, "    return {out0, first, 0};", "  };"])

@@ -111,7 +111,8 @@ class Runner:
         logits = self.forward([request.sequence for request in requests], mx.array(tokens), counts)
         # The device starts while the sampling is built.
         mx.async_eval(logits, self.memory.arrays())
-        return Verification(self.draw, self.several.tolerance, requests, proposals, logits)
+        exact = self.compiled is not None and self.compiled.exact and len(tokens) <= self.several.exact
+        return Verification(self.draw, None if exact else self.several.tolerance, requests, proposals, logits)
 
     def draft(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         """Guess the next `counts[i]` tokens of request i. No step may be in flight; there is room for them."""

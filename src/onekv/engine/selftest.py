@@ -18,6 +18,7 @@ from ..memory.compiled import CompiledDecode
 from ..memory.device import settle
 from ..memory.kv import KVMemory
 from ..memory.looped import LoopedDecode
+from ..memory.pairs import reading_together
 from ..memory.pool import OutOfBlocks
 from ..memory.pool.sequence import Sequence
 from ..memory.traced import Untraceable
@@ -27,9 +28,9 @@ LENGTHS = (3, 21)
 # Tokens of one sequence that are tried in one step, and how many come before. On a GPU few and many are multiplied in
 # different ways, and a long context is read in other pieces, which are joined in another order.
 SEVERAL, SEVERAL_ON_GPU = ((4, LENGTHS[1]),), ((4, LENGTHS[1]), (20, 600))
+# The same where they may be exactly those of fewer, of how many each says: of one, and then of those that were.
+ALIKE = ((4, LENGTHS[1], 1), (16, 600, 1), (64, 600, 16))
 TOO_SMALL = "--prefill-chunk or the KV pool is too small for several tokens in a step"
-# Devices on which it runs, but has not been shown to pay off: it is not used there.
-UNPROVEN = {"cuda"}
 # Logits of several tokens in a step may be further from those of one at a time than they were when it was tried:
 # contexts are longer. By so much; at least so much of their standard deviation, in float32 and else; and at least what
 # lies between the largest and the next number, which is much where they have 16 bits.
@@ -124,6 +125,8 @@ class Several(NamedTuple):
 
     tolerance: float
     why_not: str | None
+    # Steps of up to so many rows are exactly those of one token at a time, unless sequences read a prefix together.
+    exact: int = 0
 
 
 def try_several(
@@ -135,8 +138,6 @@ def try_several(
         one_by_one = BY_SLOT_REASON
     if one_by_one is not None:
         return Several(0.0, one_by_one)
-    if memory.device in UNPROVEN:
-        return Several(0.0, f"several tokens of a sequence per step have not been shown to pay off on {memory.device}")
     longest = min((p.blocks * p.block_size for p in memory.pools if p.group.rule.span is None), default=2**62)
     tolerance = 0.0
     for count, before in SEVERAL if memory.on_cpu else SEVERAL_ON_GPU:
@@ -144,21 +145,43 @@ def try_several(
         length = min(before, longest - count)
         tried = _try_count(model, memory, compiled, count, length) if count > 1 and length > 0 else TOO_SMALL
         if isinstance(tried, str):
-            # A pool too small for many tokens has room for a few.
-            return Several(tolerance, None) if tolerance and tried == TOO_SMALL else Several(0.0, tried)
+            if tolerance and tried == TOO_SMALL:
+                # A pool too small for many tokens has room for a few.
+                break
+            return Several(0.0, tried)
         tolerance = max(tolerance, tried)
-    return Several(tolerance, None)
+    exact = _exact_rows(model, memory, compiled, longest) if isinstance(compiled, CompiledDecode) else 0
+    return Several(tolerance, None, exact)
+
+
+def _exact_rows(model: Module, memory: KVMemory, compiled: CompiledDecode, longest: int) -> int:
+    """Steps of up to how many tokens give exactly the logits of one token at a time; 0: none."""
+    exact = 0
+    for count, before, fewer in ALIKE:
+        if count > memory.chunk or before + count > longest or fewer > max(1, exact):
+            break
+        tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, before + count)
+        try:
+            expected = _after(model, memory, tokens, before, [fewer] * (count // fewer), compiled)
+            together = _after(model, memory, tokens, before, [count], compiled)
+        except OutOfBlocks:
+            break
+        if not compiled.exact or not mx.array_equal(together, expected):
+            break
+        exact = count
+    return exact
 
 
 def _try_count(
     model: Module, memory: KVMemory, compiled: CompiledDecode | LoopedDecode | None, count: int, length: int
 ) -> float | str:
     """How far logits of `count` tokens in one step, after `length` others, may be from those of one at a time; or why
-    that cannot be done."""
+    that cannot be done. They are read as they would be with other sequences that share a prefix."""
     tokens = np.random.default_rng(0).integers(0, memory.layout.vocabulary, length + count)
     try:
         alone = _after(model, memory, tokens, length, [1] * count, compiled)
-        together = _after(model, memory, tokens, length, [count], compiled)
+        with reading_together():
+            together = _after(model, memory, tokens, length, [count], compiled)
     except OutOfBlocks:
         return TOO_SMALL
     except Untraceable as error:

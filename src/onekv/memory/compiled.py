@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from ..cuda import products
 from ..traces import watching
 from .kv import KVMemory
 from .pool.sequence import Sequence
@@ -21,8 +22,8 @@ from .traced import GroupShape, Inputs, KeyAdded, Keys, TracedGroup, TracedStep,
 
 # Functions that are kept: those used last.
 MOST = 64
-# Rows of a step; more are a multiple of the last. One more costs next to nothing where weights are what takes time.
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32)
+# Rows of a step; more are a multiple of the next. One more costs next to nothing where weights are what takes time.
+ROWS, MANY = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48), 32
 
 Function = Callable[[mx.array, mx.array, list[Inputs], list[list[mx.array]]], mx.array]
 
@@ -34,6 +35,9 @@ class CompiledDecode:
         self._model, self._memory = model, memory
         self._keys: list[Keys] = [[] for _ in memory.pools]
         self._functions: OrderedDict[Any, Function] = OrderedDict()
+        # Whether each token of the last step comes to what it would as the only one of its sequence, if all depends on
+        # the kernels that attend and multiply.
+        self.exact = False
 
     def __call__(self, sequences: list[Sequence], tokens: mx.array, counts: list[int]) -> mx.array:
         """Logits [rows, vocabulary] after each of `tokens`, of which sequence i has `counts[i]`.
@@ -51,7 +55,14 @@ class CompiledDecode:
                 made = [
                     inputs_of(group, keys, rows + padding) for group, keys in zip(step.groups, self._keys, strict=True)
                 ]
-                function = self._function(max(counts) > 1, tuple(shape for _, shape in made))
+                several = max(counts) > 1
+                # One token of each of more sequences would not be multiplied by the kernel.
+                self.exact = len(sequences) <= products.MOST and all(
+                    group.grid.work(key, rows + padding).exact
+                    for group, keys in zip(step.groups, self._keys, strict=True)
+                    for key in keys
+                )
+                function = self._function(several, several and self.exact, tuple(shape for _, shape in made))
                 inputs = [some for some, _ in made]
                 try:
                     logits = function(tokens, positions, inputs, memory.layer_arrays)
@@ -60,15 +71,16 @@ class CompiledDecode:
                 else:
                     return logits[:rows] if padding else logits
 
-    def _function(self, several: bool, shapes: tuple[GroupShape, ...]) -> Function:
-        """`several`: of some sequence there is more than one token."""
-        function = self._functions.pop((several, shapes), None) or self._compile(shapes)
-        self._functions[several, shapes] = function
+    def _function(self, several: bool, alike: bool, shapes: tuple[GroupShape, ...]) -> Function:
+        """`several`: of some sequence there is more than one token; `alike`: each comes to what it would alone."""
+        key = ((several, alike), shapes)
+        function = self._functions.pop(key, None) or self._compile(alike, shapes)
+        self._functions[key] = function
         if len(self._functions) > MOST:
             self._functions.popitem(last=False)
         return function
 
-    def _compile(self, shapes: tuple[GroupShape, ...]) -> Function:
+    def _compile(self, alike: bool, shapes: tuple[GroupShape, ...]) -> Function:
         def forward(
             tokens: mx.array, positions: mx.array, inputs: list[Inputs], arrays: list[list[mx.array]]
         ) -> mx.array:
@@ -78,7 +90,7 @@ class CompiledDecode:
                     groups.append(TracedGroup(group, positions, some, shape, keys))
                 return TracedStep(step, groups)
 
-            with self._memory.traced(traced, arrays) as caches, watching():
+            with self._memory.traced(traced, arrays) as caches, watching(alike):
                 logits: mx.array = self._model(tokens[:, None], cache=caches)
             return logits[:, -1]
 
@@ -86,5 +98,4 @@ class CompiledDecode:
 
 
 def rounded_rows(rows: int) -> int:
-    most = ROWS[-1]
-    return next((count for count in ROWS if count >= rows), -(-rows // most) * most)
+    return next((count for count in ROWS if count >= rows), -(-rows // MANY) * MANY)

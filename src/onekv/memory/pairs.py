@@ -5,7 +5,8 @@ always is; where rows are of very different lengths and most of it would be padd
 to compute with.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ import numpy as np
 from .formats.centre import Rope
 from .pool import Pool
 from .pool.table import Table
-from .work import Kernel, Segment, Work, find_segments, make_work, rounded
+from .work import Kernel, Segment, Tokens, Work, find_segments, make_work, rounded
 
 # A position no query reads: beyond all of them.
 NOWHERE = 2**30
@@ -25,9 +26,26 @@ LEAST = 256
 SHARED = 256
 
 Made = TypeVar("Made")
+# Whether rows of one sequence are read as each would be alone, where there is a kernel for that.
+_alike = True
+
+
+@contextmanager
+def reading_together() -> Iterator[None]:
+    """Inside, rows of one sequence are read as those of sequences that share a prefix are."""
+    global _alike
+    _alike = False
+    try:
+        yield
+    finally:
+        _alike = True
+
+
 Matrices = tuple[mx.array, mx.array, mx.array]
 Integers = np.ndarray[Any, Any]
 Row = list[int] | Integers
+# Of each row: its table and that table's version, and the blocks of it that the row reads.
+Key = list[tuple[Table, int, int, int]]
 
 
 class Grid:
@@ -43,8 +61,10 @@ class Grid:
         self._from_start = from_start
         # Of each row, the first so many blocks may be read together with other rows.
         self._shareable = counts.copy()
-        # Of the tables it was made from: stale when that has changed.
-        self.key: list[tuple[Table, int]] = []
+        # Of what it was made from: stale when that has changed.
+        self.key: Key = []
+        # What each row would read alone, where some are tokens of one sequence.
+        self._tokens: Tokens | None = None
         self._matrices: dict[int, Matrices] = {}
         self._works: dict[tuple[Kernel, int], Work] = {}
         self._wide: dict[int, tuple[mx.array, mx.array]] = {}
@@ -58,7 +78,7 @@ class Grid:
         base = [np.array(indices) * pool.block_size for indices in live]
         # Rows whose windows have moved on do not begin with the same blocks.
         grid = cls(*_padded(ids, base), pool, tables[0].rule.span is None)
-        grid.key = _key(tables)
+        grid.key = _key(tables, lengths)
         firsts: dict[int, int] = {}
         for row, table in enumerate(tables):
             if id(table) in firsts:
@@ -67,6 +87,8 @@ class Grid:
                 grid._shareable[[own, row]] = lengths[own] // pool.block_size
             else:
                 firsts[id(table)] = row
+        if len(firsts) < len(tables):
+            grid._tokens = _tokens(tables, lengths, grid._counts, [firsts[id(table)] for table in tables])
         return grid
 
     def segments(self, least: int) -> list[Segment]:
@@ -178,7 +200,7 @@ class Grid:
             size, padding = self.block_size, rows - len(self._ids)
             shared = SHARED // size if self._from_start else 0
             self._works[kernel, rows] = make_work(
-                self._ids, self._base, self._counts, kernel, LEAST // size, shared, padding
+                self._ids, self._base, self._counts, kernel, LEAST // size, shared, padding, self._tokens
             )
         return self._works[kernel, rows]
 
@@ -239,8 +261,25 @@ def _padded(ids: Sequence[Row], base: Sequence[Row]) -> tuple[Integers, Integers
 
 def make_grid(tables: list[Table], lengths: list[int], previous: Grid | None) -> Grid:
     """The grid of `tables`; `previous` if they still hold the same blocks."""
-    return previous if previous is not None and previous.key == _key(tables) else Grid.of(tables, lengths)
+    return previous if previous is not None and previous.key == _key(tables, lengths) else Grid.of(tables, lengths)
 
 
-def _key(tables: list[Table]) -> list[tuple[Table, int]]:
-    return [(table, table.version) for table in tables]
+def _key(tables: list[Table], lengths: list[int]) -> Key:
+    """The blocks of each row, and which of them it reads itself."""
+    return [(table, table.version, *_own(table, length)) for table, length in zip(tables, lengths, strict=True)]
+
+
+def _own(table: Table, position: int) -> tuple[int, int]:
+    """From which block on a query at `position` reads, besides kept ones, and where that ends."""
+    size = table.pool.block_size
+    return table.rule.first(position) // size, position // size + 1
+
+
+def _tokens(tables: list[Table], lengths: list[int], counts: Integers, firsts: list[int]) -> Tokens:
+    """What each row would read alone of the `counts` blocks that its table has."""
+    own = [_own(table, length) for table, length in zip(tables, lengths, strict=True)]
+    begins = np.array([max(0, begin - table.first) for table, (begin, _) in zip(tables, own, strict=True)])
+    behind = np.array([len(table.blocks) - end for table, (_, end) in zip(tables, own, strict=True)])
+    # Kept blocks come before what is forgotten: what is left is no run.
+    runs = not tables[0].kept or not begins.any()
+    return Tokens(firsts, begins, counts - behind, runs and _alike)

@@ -12,13 +12,16 @@ parts. As one array of integers:
     ranges [. + 1]  row r's parts are those of `order` from ranges[r] to ranges[r + 1]
     order           parts, row by row
 
+Rows that are tokens of one sequence are read so that each comes to what it would be alone, bit for bit (`Tokens`): they
+are cut as they would be then, and only those that are cut alike are in one piece, as many as fit one tile of queries.
+
 The array's length and the numbers of pieces and of parts are rounded up: a function that was compiled for them serves
 while sequences grow. Pieces beyond the real ones are to be skipped. So is the number of rows: each row of padding has a
 piece of its own, over a block that it does not read.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -40,6 +43,8 @@ class Kernel:
     together: int
     # How much longer a piece of `most` rows takes than one of a single row.
     heaviest: int
+    # Rows of one sequence whose queries are in one tile, as that of a single row is; 0: there is no kernel for them.
+    fit: int = 0
 
     def weight(self, rows: int) -> int:
         """How much longer a piece of this many rows takes. Its queries are in one, two or four tiles."""
@@ -54,14 +59,27 @@ class Shape:
     length: int
     pieces: int
     parts: int
-    # Whether any piece is of several rows.
+    # Whether any piece is of several rows, and whether these are tokens of one sequence that are read as each would be.
     together: bool
+    several: bool = False
 
 
 @dataclass(frozen=True)
 class Work:
     table: mx.array
     shape: Shape
+    # Whether each row is read as it would be if it were the only one of its sequence.
+    exact: bool = True
+
+
+class Tokens(NamedTuple):
+    """Of rows of which some are tokens of one sequence: the first row of each one's sequence, and from which block to
+    which it would read alone, if those are a run."""
+
+    firsts: list[int]
+    begins: Integers
+    ends: Integers
+    runs: bool = True
 
 
 @dataclass(frozen=True)
@@ -104,28 +122,36 @@ def find_segments(ids: Integers, counts: Integers, least: int, shareable: Intege
 
 
 def make_work(
-    ids: Integers, base: Integers, counts: Integers, kernel: Kernel, least: int, shared: int, padding: int = 0
+    ids: Integers,
+    base: Integers,
+    counts: Integers,
+    kernel: Kernel,
+    least: int,
+    shared: int,
+    padding: int = 0,
+    tokens: Tokens | None = None,
 ) -> Work:
     """About as many pieces as the device runs at a time, which take about as long as each other. Shorter jobs are a
     piece each and come last. Of one row, none is of fewer than `least` blocks.
 
     `ids` and `base` are [rows, blocks of the longest], of which the first `counts` count. Of blocks that several rows
     begin with, `shared` at least are read together; 0: each row reads its own. Behind these rows come `padding` ones,
-    which read nothing.
+    which read nothing. `tokens`: some rows are of one sequence.
     """
-    if shared and kernel.most > 1 and len(ids) > 1:
-        segments = find_segments(ids, counts, shared)
+    shared = shared if kernel.most > 1 else 0
+    several = False
+    if tokens is not None and kernel.fit and tokens.runs and not _share_blocks(ids, tokens, shared):
+        several = True
+        jobs = _token_jobs(tokens, kernel.fit)
+        weights, at_a_time = [1] * len(jobs), kernel.alone
+        # Whoever is the only one of its sequence decides how all are cut.
+        lengths = np.array([tokens.ends[row] - tokens.begins[row] for row in sorted(set(tokens.firsts))])
     else:
-        segments = [Segment([row], 0, int(counts[row])) for row in range(len(ids))]
-    jobs = [
-        Segment(segment.rows[start : start + kernel.most], segment.first, segment.end)
-        for segment in segments
-        for start in range(0, len(segment.rows), kernel.most)
-    ]
-    jobs.sort(key=lambda job: (job.first - job.end) * kernel.weight(len(job.rows)))
-    weights = [kernel.weight(len(job.rows)) for job in jobs]
-    at_a_time = kernel.together if any(len(job.rows) > 1 for job in jobs) else kernel.alone
-    lengths = np.array([(job.end - job.first) * weight for job, weight in zip(jobs, weights, strict=True)])
+        jobs = _jobs(ids, counts, kernel.most, shared)
+        jobs.sort(key=lambda job: (job.first - job.end) * kernel.weight(len(job.rows)))
+        weights = [kernel.weight(len(job.rows)) for job in jobs]
+        at_a_time = kernel.together if any(len(job.rows) > 1 for job in jobs) else kernel.alone
+        lengths = np.array([(job.end - job.first) * weight for job, weight in zip(jobs, weights, strict=True)])
     per = _share(lengths, max(1, at_a_time // kernel.heads), max(1, least))
     made: list[tuple[int, int, int, int, int]] = []
     row_list: list[int] = []
@@ -153,7 +179,42 @@ def make_work(
         np.concatenate([ids[job.rows[0], job.first : job.end] for job in jobs]),
         np.concatenate([base[job.rows[0], job.first : job.end] for job in jobs]),
         parts_of,
+        several,
+        exact=several or tokens is None,
     )
+
+
+def _jobs(ids: Integers, counts: Integers, most: int, shared: int) -> list[Segment]:
+    """What is to be read, at most `most` rows at a time; blocks of several rows together, from `shared` of them on."""
+    if shared and len(ids) > 1:
+        segments = find_segments(ids, counts, shared)
+    else:
+        segments = [Segment([row], 0, int(counts[row])) for row in range(len(ids))]
+    return [
+        Segment(segment.rows[start : start + most], segment.first, segment.end)
+        for segment in segments
+        for start in range(0, len(segment.rows), most)
+    ]
+
+
+def _token_jobs(tokens: Tokens, fit: int) -> list[Segment]:
+    """The same of rows of which each is read as if it were alone: those of a sequence that read the same blocks."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for row, first in enumerate(tokens.firsts):
+        alike.setdefault((first, int(tokens.begins[row]), int(tokens.ends[row])), []).append(row)
+    return [
+        Segment(rows[start : start + fit], begin, end)
+        for (_, begin, end), rows in alike.items()
+        for start in range(0, len(rows), fit)
+    ]
+
+
+def _share_blocks(ids: Integers, tokens: Tokens, shared: int) -> bool:
+    """Whether different sequences begin with `shared` blocks or more that are the same: those are read together."""
+    own = sorted(set(tokens.firsts))
+    if not shared or len(own) == 1:
+        return False
+    return any(len(segment.rows) > 1 for segment in find_segments(ids[own], tokens.ends[own], shared))
 
 
 def _share(lengths: Integers, pieces: int, least: int) -> int:
@@ -178,17 +239,20 @@ def _pack(
     ids: Integers,
     base: Integers,
     parts_of: list[list[int]],
+    several: bool,
+    exact: bool,
 ) -> Work:
     order = [part for parts in parts_of for part in parts]
     ranges = np.cumsum([0, *map(len, parts_of)])
     fields = [np.array(pieces).reshape(-1), np.array(rows), ids, base, ranges, np.array(order)]
     starts = HEADER + np.cumsum([len(field) for field in fields])
-    together = any(piece[3] > 1 for piece in pieces)
-    shape = Shape(rounded(int(starts[-1])), rounded(len(pieces)), rounded(len(order)), together)
+    joined = any(piece[3] > 1 for piece in pieces)
+    length, count, parts = (rounded(size) for size in (int(starts[-1]), len(pieces), len(order)))
+    shape = Shape(length, count, parts, joined and not several, joined and several)
     header = [len(pieces), *starts[:5], shape.parts, 0]
     table = np.zeros(shape.length, np.int32)
     table[: starts[-1]] = np.concatenate([header, *fields])
-    return Work(mx.array(table), shape)
+    return Work(mx.array(table), shape, exact)
 
 
 def rounded(count: int) -> int:

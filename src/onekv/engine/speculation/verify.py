@@ -9,7 +9,8 @@ not depend on what was proposed.
     drawn     p1        x        -          two tokens: p1 and x. What is stored of p2 is taken back
 
 Where a row's token could be another one if it had been computed alone (`Drawn.sure`), nothing is drawn from it: what
-follows is taken back, and the request's next step is of one token.
+follows is taken back, and the request's next step is of one token. Where a step is exactly what its tokens would be one
+at a time, there is no tolerance, and no doubt.
 
 Rows of requests whose rules look at the tokens before are drawn in waves, one token of each, because a constraint or a
 penalty must hear of a token before the next one is drawn. Those of all others are drawn at once.
@@ -51,7 +52,8 @@ class Outcome(NamedTuple):
     drawn: Drawn
     tokens: Numbers
     sound: Numbers
-    sure: Numbers
+    # None: all are.
+    sure: Numbers | None
 
 
 # Requests, one per row of logits, and the number of tokens that each has before: what is drawn, with its tolerance.
@@ -60,9 +62,17 @@ Draw = Callable[[list[Request], mx.array, list[int], float | None], Drawn]
 
 class Verification:
     def __init__(
-        self, draw: Draw, tolerance: float, requests: list[Request], proposals: list[list[int]], logits: mx.array
+        self,
+        draw: Draw,
+        tolerance: float | None,
+        requests: list[Request],
+        proposals: list[list[int]],
+        logits: mx.array,
     ) -> None:
-        """`logits` [rows, vocabulary] are those of each request after each other, one row more than its proposal."""
+        """`logits` [rows, vocabulary] are those of each request after each other, one row more than its proposal.
+
+        They may be so far from those of one token at a time as `tolerance` says; None: they are the same.
+        """
         self._draw, self._tolerance = draw, tolerance
         self._requests, self._proposals, self._logits = requests, proposals, logits
         self._before = [len(request.tokens) for request in requests]
@@ -86,8 +96,8 @@ class Verification:
         while some:
             spans = [self._span(index, at) for index in some]
             drawn = self._take(some, spans)
-            assert drawn.sure is not None
-            outcome = Outcome(drawn, *(np.array(array) for array in (drawn.tokens, drawn.sound, drawn.sure)))
+            sure = np.array(drawn.sure) if drawn.sure is not None else None
+            outcome = Outcome(drawn, np.array(drawn.tokens), np.array(drawn.sound), sure)
             rows = []
             position = 0
             for index, span in zip(some, spans, strict=True):
@@ -124,7 +134,7 @@ class Verification:
                 sound = at > 0 and request.error is None
                 return Row(request, tokens, logprobs, sound, back=1 + len(proposal) - at, doubtful=True)
             # What was not guessed at was computed alone.
-            if proposal and not outcome.sure[row]:
+            if proposal and outcome.sure is not None and not outcome.sure[row]:
                 return Row(request, tokens, logprobs, sound=True, back=1 + len(proposal) - at, doubtful=True)
             tokens.append(int(outcome.tokens[row]))
             if top is not None:

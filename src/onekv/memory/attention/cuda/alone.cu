@@ -1,7 +1,8 @@
-  const int row = rows[0];
 #include "last.cu"
-  for (int index = threadIdx.x; index < G * (DV / 4); index += 128) {
-    const int d = index % (DV / 4) * 4, query_head = head * G + index / (DV / 4);
+  for (int index = threadIdx.x; index < many * G * (DV / 4); index += 128) {
+    const int d = index % (DV / 4) * 4, query_head = head * G + index / (DV / 4) % G;
+    const int of = rows[index / (DV / 4) / G];
+    const int* range = work + work[4] + of;
     const float sink = SINKS ? float(sinks[query_head]) * 1.4426950408889634f : none;
     float highest = sink;
     for (int i = range[0]; i < range[1]; i++)
@@ -22,7 +23,7 @@
     }
     // A row of padding has read nothing.
     if (total == 0.0f) total = 1.0f;
-    T* to = out + ((int64_t)row * H * G + query_head) * DV + d;
+    T* to = out + ((int64_t)of * H * G + query_head) * DV + d;
     to[0] = T(result.x / total);
     to[1] = T(result.y / total);
     to[2] = T(result.z / total);

@@ -1,6 +1,6 @@
   constexpr int TILES = BS / 16, QUERIES = CENTRE ? 8 : 16, SETS = TOGETHER ? 4 : 1;
   // Rows whose queries fit one tile; a piece has at most four such tiles.
-  constexpr int FIT = QUERIES / G, MOST = TOGETHER ? 4 * FIT : 1;
+  constexpr int FIT = QUERIES / G, MOST = TOGETHER ? 4 * FIT : SEVERAL ? FIT : 1;
   const float none = __int_as_float(0xff800000), norm = 0.08838834764831845f;
 #include "place.cu"
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};

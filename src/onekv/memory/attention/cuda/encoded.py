@@ -227,7 +227,8 @@ def encoded_decode(
     heads, slots = arrays.all[0].shape[:2]
     rows, query_heads = queries.shape[:2]
     shared, dtype = query_heads // heads, stored.dtype
-    work = grid.work(Kernel(heads, 4 * (_tile(stored) // shared), 3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS, 4))
+    fit = _tile(stored) // shared
+    work = grid.work(Kernel(heads, 4 * fit, 3 * MULTIPROCESSORS, 2 * MULTIPROCESSORS, 4, fit))
     constants: Constants = (
         ("H", heads),
         ("G", shared),
@@ -239,6 +240,7 @@ def encoded_decode(
         ("NEW", new is not None),
         ("SINKS", sinks is not None),
         ("TOGETHER", work.shape.together),
+        ("SEVERAL", work.shape.several),
         *_codes(stored),
     )
     assert stored.centre is None or turns is not None

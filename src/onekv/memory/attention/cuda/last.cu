@@ -1,4 +1,6 @@
-  // What follows is done by the thread block that ends last of its row and head.
+  // What follows is done by the thread block that ends last of its row and head. Several rows of a piece have the same
+  // pieces, all of them: the first one counts for all.
+  const int row = rows[0];
   __threadfence();
   __syncthreads();
   __shared__ bool last;

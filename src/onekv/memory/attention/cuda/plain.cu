@@ -1,5 +1,5 @@
   constexpr int C = D / 32, HV = DV / 64, TILES = BS / 16;
-  constexpr int FIT = 16 / G, MOST = 1;
+  constexpr int FIT = 16 / G, MOST = SEVERAL ? FIT : 1;
   const float none = __int_as_float(0xff800000);
 #include "place.cu"
   T* keys = const_cast<T*>(k);

@@ -18,7 +18,8 @@ them, one for each warp: tokens come from memory once, into shared memory, from 
 The warp that comes to the query's own token stores it first: the kernel writes into the pool, an input, which MLX does
 not know (docs/memory.md says why that is sound). Only that warp reads or writes that slot, and blocks that are written
 are never shared. Where rows are tokens of one sequence, they read what the others store: there a kernel of its own
-stores all of them first.
+stores all of them first. As many of them as fit one tile are read at a time, in the
+pieces and by the warps that would read each of them alone, so that the results are the same bit for bit (`work`).
 
 Where queries and new keys come from RoPE, and the trace knows what that was given (`traces`), the kernel turns them as
 it loads them, by a table of cosines and sines that all layers share: two launches less in every layer. A row at
@@ -241,7 +242,8 @@ def cuda_decode(
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
-    work = grid.work(Kernel(heads, 4 * (MOST_QUERIES // shared), ALONE, TOGETHER, 1))
+    fit = MOST_QUERIES // shared
+    work = grid.work(Kernel(heads, 4 * fit, ALONE, TOGETHER, 1, fit))
     constants: Constants = (
         ("H", heads),
         ("G", shared),
@@ -254,6 +256,7 @@ def cuda_decode(
         ("KEEP", reach[1]),
         ("NEW", new is not None),
         ("SINKS", sinks is not None),
+        ("SEVERAL", work.shape.several),
         *_rope(turn),
     )
     new_k, new_v = new if new is not None else (queries, queries)

@@ -1,6 +1,6 @@
   // A piece's rows are in tiles of FIT rows. Warps that have the same tile of queries share the tokens, those that have
   // others read the same. Queries g and g + 8 of its tile are this lane's.
-  const int query_tiles = many > 2 * FIT ? 4 : many > FIT ? 2 : 1;
+  const int query_tiles = MOST <= FIT ? 1 : many > 2 * FIT ? 4 : many > FIT ? 2 : 1;
   const int query_tile = warp % query_tiles, lanes = 4 / query_tiles;
   int64_t own_query[2];
   int own_row[2], query[2], latest = -1, earliest = 1 << 30;
