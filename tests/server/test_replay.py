@@ -131,6 +131,15 @@ def test_calls_in_any_spelling(model):
     assert not has(prompt(model, talk), tokens)
 
 
+def test_numbers_as_javascript_writes_them(model):
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": [1.0, 2.5, {"b": 1e2}], "c": -0.0}}\n</tool_call>'
+    tokens = generated(model, [QUESTION], text)
+    talk = [QUESTION, assistant(None, tool_calls=call(a=[1, 2.5, {"b": 100}], c=0)), RESULT]
+    assert has(prompt(model, talk), tokens)
+    talk[1] = assistant(None, tool_calls=call(a=[1, 2, {"b": 100}], c=0))
+    assert not has(prompt(model, talk), tokens)
+
+
 THOUGHT = "Hmm, three.\n</think>\n\n"
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
