@@ -103,7 +103,7 @@ def _empty(backend: Backend, body: ResponsesBody) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.effort, "summary": None},
         "store": body.store is not False,
         "temperature": backend.defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": described},
