@@ -3,8 +3,8 @@
 `prefix/branch.py` finds the place, in the engine's thread; here it becomes text and a message, in a thread of its own.
 The same object is the answer of /admin/cache/probe and the header `x-onekv-cache`, which a request gets that sends
 `x-onekv-explain: 1`. There it says what the request would find when it arrives; whoever runs before it may add to that.
-In short it is part of the request's line in the log, if tokens were computed that are cached further on: of what the
-engine itself found when the request started, after the answer has been sent.
+In short it is part of the request's line in the log: of what the engine itself found when the request started, after
+the answer has been sent.
 
 The tree of a key has nothing of other keys, so no word here is another's.
 """
@@ -43,9 +43,10 @@ def header(said: dict[str, Any]) -> str:
 
 
 def lost(backend: Backend, call: ChatCall | None, tokens: list[int], branch: Branch) -> list[Field]:
-    """The same for the request's line in the log, in short: how many tokens could have been found, and why not."""
+    """The same for the request's line in the log, in short: how many tokens could have been found, if any, and which
+    words in which message the prompt leaves with."""
     leaves = _leaves(backend, call, tokens, branch)
-    parts = [Field(f"lost={branch.again}", lost=branch.again)]
+    parts = [Field(f"lost={branch.again}", lost=branch.again)] if branch.again else []
     if (message := leaves["message"]) is not None:
         index, role = message["index"], message["role"]
         parts.append(Field(f"message={index}({role})", message_index=index, message_role=role))

@@ -86,9 +86,7 @@ class ServerSettings(SettingsBase):
         "clocks strips the time of day from dates, NAME is a rule from the TOML file; separated by commas, or none",
         metavar="RULES",
     )
-    log_words: bool = switch(
-        True, "quote in the log the few words at which a prompt diverges from the cache, if that cost tokens"
-    )
+    log_words: bool = switch(True, "quote in the log the few words at which a prompt diverges from the cache")
     show_text: bool = switch(
         False,
         "show the text of all prompts to the administrator on the page; otherwise every API key sees only its own",
