@@ -17,9 +17,10 @@ place where a request changes its state:
 
 Who gets a chunk: the prompt that is closest to its first token, or whose follower is. Of every `TURNS` chunks one goes
 to the oldest prompt, whatever comes. So a short prompt that meets a long one has its first token when the chunk in
-flight and its own are done; and a prompt with c chunks, with w chunks in older prompts before it, is stored after
-TURNS * (c + w) chunks at most. Chunks of other prompts may be stored in one pass with it (chunks.py): that takes no
-more than a chunk of full size and nobody's turn, and counts as one chunk in all of this.
+flight and its own are done, and one chunk later where the oldest prompt has been passed by TURNS - 1 others and is
+next. A prompt with c chunks, with w chunks in older prompts before it, is stored after TURNS * (c + w) chunks at most.
+Chunks of other prompts may be stored in one pass with it (chunks.py): that takes no more than a chunk of full size and
+nobody's turn, and counts as one chunk in all of this.
 """
 
 from collections import deque
