@@ -245,12 +245,9 @@ def respond(server: Server, model: str, events: list[Any]) -> None:
 def test_a_stream_that_waits_is_told_its_place(
     models: dict[str, str], alone: dict[str, str], running: list[Server], tmp_path: Path
 ) -> None:
-    """In comments, which clients ignore, beside events that they count. The status is sent by then: what goes wrong
-    comes as an event."""
-    broken = Path(save_tiny(tmp_path / "x", 7))
-    wanted = {**tables({name: models[name] for name in "ab"}), "x": {"model": str(broken)}}
-    for name in "bx":
-        (tmp_path / f"{name}.wait").touch()
+    """In comments, which clients ignore, beside events that they count."""
+    (tmp_path / "b.wait").touch()
+    wanted = tables({name: models[name] for name in "ab"})
     server = start_several(tmp_path, wanted, program=("-c", LOADS, str(tmp_path)))
     running.append(server)
     body = {"model": "b", "prompt": WORDS, "max_tokens": 8, "temperature": 0, "stream": True}
@@ -278,6 +275,18 @@ def test_a_stream_that_waits_is_told_its_place(
     assert [event.sequence_number for event in response] == list(range(len(response)))
     assert {event.response.id for event in response if hasattr(event, "response")} == {response[0].response.id}
     assert response[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_a_stream_that_waits_is_told_what_went_wrong(
+    models: dict[str, str], running: list[Server], tmp_path: Path
+) -> None:
+    """The status is sent by then: it comes as an event."""
+    broken = Path(save_tiny(tmp_path / "x", 7))
+    (tmp_path / "x.wait").touch()
+    wanted = {**tables({"a": models["a"]}), "x": {"model": str(broken)}}
+    server = start_several(tmp_path, wanted, program=("-c", LOADS, str(tmp_path)))
+    running.append(server)
+    body = {"model": "x", "prompt": WORDS, "max_tokens": 8, "stream": True}
     (broken / "model.safetensors").write_bytes(b"too little")
     question: list[Any] = [{"role": "user", "content": "Hello"}]
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -310,7 +319,7 @@ def test_a_stream_that_waits_is_told_its_place(
     for thread in asking:
         thread.start()
     eventually(lambda: rows(server)["x"]["requests"]["waiting"] == 3)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"model": "x"}, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         assert re.match(
             r": number 4 of 4 requests waiting for models; the model x has been ", next(answer.iter_lines())
         )
