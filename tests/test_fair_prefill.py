@@ -68,6 +68,24 @@ def test_a_short_prompt_that_meets_a_long_one_waits_for_one_chunk_of_it(model):
     assert waited(long) == 41.0
 
 
+@pytest.mark.parametrize("others", range(1, 2 * TURNS))
+def test_a_short_prompt_waits_for_one_chunk_more_where_the_oldest_is_next(model, others):
+    engine = make(model)
+    long = ask(engine, 40 * CHUNK, 1)
+    engine.step()
+    for number in range(others):
+        ask(engine, CHUNK, 2 + number)
+    # Between theirs the oldest has its own.
+    while len(engine.runner.stored) < 1 + others + (others - 1) // (TURNS - 1):
+        engine.step()
+    # The last one's chunk is in flight when it comes, at the worst.
+    short = ask(engine, CHUNK, 99)
+    short.arrived(engine.now() - 1)
+    run(engine)
+    assert waited(short) == (3.0 if others % (TURNS - 1) == 0 else 2.0)
+    assert waited(long) == 40.0 + others + 1
+
+
 def test_the_closest_to_its_first_token_goes_first_and_the_oldest_gets_its_share(model):
     engine = make(model)
     long = ask(engine, 12 * CHUNK, 1)

@@ -153,7 +153,7 @@ def test_the_call_that_a_body_becomes() -> None:
 
 
 def test_calls_after_the_first_are_left_out_if_one_is_wanted() -> None:
-    choice = ChatChoice(Splitter(HERMES), {0}, one_call=True)
+    choice = ChatChoice(Splitter(HERMES), {0}, one_call="</tool_call>")
     found = [*choice.read(Delta(CALL + CALL + "And so on.", [1])), *choice.read(END)]
     assert [type(delta) for delta in found] == [ToolCallDelta, Finish]
     assert found[-1].reason == "tool_calls"

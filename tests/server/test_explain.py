@@ -15,8 +15,10 @@ from test_admin import call, generate, probe
 
 from onekv.server.app import create_app
 from onekv.server.backend import Backend
+from onekv.server.guard import salts_of
 from onekv.server.hygiene import OWN, Hygiene
 from onekv.server.settings import ServerSettings
+from onekv.server.turns import Said
 
 RULES = "You are the guide of a small museum of clocks. Answer in one short sentence and never make up a date. " * 5
 ASK = {"x-onekv-explain": "1"}
@@ -108,6 +110,29 @@ def test_probe_says_the_same(empty: Any) -> None:
     assert prompt["came"].startswith("Something that is no chat")
 
 
+def test_probe_takes_what_a_chat_takes(backend: Backend) -> None:
+    settings, headers = ServerSettings(api_key="a-key-that-is-long"), {"x-api-key": "a-key-that-is-long"}
+    client = TestClient(create_app(backend, settings), base_url="http://localhost", headers=headers)
+    client.delete("/admin/cache").raise_for_status()
+    function = {"name": "look", "description": "Looks at a clock", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}, {"type": "web_search"}]
+    asked = {"messages": chat("noon"), "chat_template_kwargs": {"mood": "merry"}, "reasoning_effort": "low"}
+    for given in ({"tools": tools}, {"functions": [function]}, {"tools": tools, "tool_choice": "none"}):
+        body: dict[str, Any] = {"model": "default", "max_tokens": 2, **asked, **given}
+        used = client.post("/v1/chat/completions", json=body).json()["usage"]
+        found = client.post("/admin/cache/probe", json={**asked, **given})
+        assert found.status_code == 200, found.text
+        assert found.json()["tokens"] == used["prompt_tokens"] and found.json()["cached"] == used["prompt_tokens"] - 1
+    refused = client.post("/admin/cache/probe", json={**asked, "chat_template_kwargs": {"tools": []}})
+    assert refused.status_code == 400
+    # Turns are the tokens that were generated, as they are in a request.
+    odd = [token for letter in "It is late. " for token in backend.tokenizer.encode(letter, add_special_tokens=False)]
+    backend.turns.remember(salts_of(["a-key-that-is-long"])[0], chat("noon"), Said("It is late."), odd)
+    talk = chat("noon", "It is late.", "Thanks")
+    used = client.post("/v1/chat/completions", json={"model": "default", "max_tokens": 2, "messages": talk}).json()
+    assert client.post("/admin/cache/probe", json={"messages": talk}).json()["tokens"] == used["usage"]["prompt_tokens"]
+
+
 def test_nothing_of_another_key_is_told(empty: Any) -> None:
     """Neither its words nor that there are any, in header and probe, whatever both have in common."""
     secret = chat("the secret hour of the first key")
@@ -174,9 +199,15 @@ def test_the_line_of_a_request_says_what_was_lost_and_why(
                 assert line["before"] is line["had"] is line["came"] is None
             before = clock
         assert lines("three", False) == nothing
-        # Another conversation of the same kind is no miss, and its words are not in the log.
+        # Another conversation of the same kind has lost nothing, and leaves with its first words.
         said[0]["content"] = "How old is the oldest clock that you have here?"
-        assert lines("three", False) == nothing
+        line = lines("three", False)
+        assert (line["lost"], line["message"]) == (None, "1(user)")
+        if words:
+            assert (line["had"] or "").startswith("Good morning!")
+            assert (line["came"] or "").startswith("How old is the oldest clock")
+        else:
+            assert line["before"] is line["had"] is line["came"] is None
 
 
 def test_a_clock_that_is_rounded_costs_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

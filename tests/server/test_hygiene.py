@@ -49,6 +49,30 @@ def test_a_call_whose_only_message_would_be_empty_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("Today's date: 2026-11-16\nBe brief.", "Today's date:\nBe brief."),
+        ("Today's date: Mon Nov 16 2026", "Today's date:"),
+        ("<current_date>2026-11-16</current_date>", "<current_date></current_date>"),
+        ("Today is Monday, November 16th, 2026. Be brief.", "Today is. Be brief."),
+        ("It is now Mon Nov 16 18:49:48 2026", "It is now"),
+        ("Current time: 2026-11-16T18:49:48.123Z", "Current time:"),
+        ("The current date is 16. November 2026, be brief", "The current date is, be brief"),
+        ("As of 11/16/2026 at 6:49 PM, all is well", "As of, all is well"),
+        # What does not change stays.
+        ("Released on 2026-11-16. Version 1.2.2026", "Released on 2026-11-16. Version 1.2.2026"),
+        ("Your knowledge ends in June 2025.", "Your knowledge ends in June 2025."),
+        ("The current date is unknown.\n2026-11-16: released", "The current date is unknown.\n2026-11-16: released"),
+    ],
+)
+def test_dates_are_removed_if_that_is_wanted(text: str, left: str) -> None:
+    assert cleaned(text, chosen("dates", {})) == (left, {"dates": 1} if left != text else {})
+    # In whatever order they are.
+    both = {cleaned(text, chosen(names, {}))[0] for names in ("dates,clocks", "clocks,dates")}
+    assert both == {left}
+
+
+@pytest.mark.parametrize(
     ("text", "rounded"),
     [
         ("Current time: 2026-11-16T18:49:48.123Z", "Current time: 2026-11-16"),
@@ -131,7 +155,10 @@ def test_the_command_refuses_a_bad_rule_before_it_loads_a_model(
     file = tmp_path / "onekv.toml"
     file.write_text("[hygiene.session]\npattern = 'Session .*'\n")
     for flags, message in (
-        (["--hygiene", "clock"], "--hygiene names 'clock'; available: billing, clocks, none; did you mean clocks?"),
+        (
+            ["--hygiene", "clock"],
+            "--hygiene names 'clock'; available: billing, clocks, dates, none; did you mean clocks?",
+        ),
         (["--config", str(file), "--hygiene", "sesion"], "did you mean session?"),
     ):
         assert main(["serve", *flags]) == 1

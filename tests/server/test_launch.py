@@ -17,7 +17,10 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from several import start_several
 
+from conftest import stop_server
+from onekv.bench.soak import save_tiny
 from onekv.cli import main
 from onekv.cli.agents import AGENTS, Served
 from terminal import Terminal
@@ -55,6 +58,9 @@ signal.signal(signal.SIGINT, interrupted)
 print("the agent runs", flush=True)
 time.sleep(600)
 """
+
+# Models of a file, and which of them is not there.
+NAMED = (("small", ""), ("other", "-other"))
 
 
 @pytest.fixture
@@ -191,6 +197,46 @@ def test_the_servers_own_file_is_taken(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["launch", "codex", "--print", "--config", str(file)]) == 0
     shown = capsys.readouterr().out
     assert "# onekv serve some/model --host 127.0.0.1 --port" in shown and f"--config {file}" in shown
+
+
+def test_a_file_with_tables_alone(
+    tmp_path: Path, program: Callable[[str, str], None], capsys: pytest.CaptureFixture[str], smollm2_path: Path
+) -> None:
+    program("claude", "raise SystemExit('it must not be started')")
+    file = tmp_path / "onekv.toml"
+    tables = "\n".join(
+        f"""[models.{name}]\nmodel = "{smollm2_path}{end}"\nkv_memory = "64MiB"\n""" for name, end in NAMED
+    )
+    file.write_text(f"port = {free_port()}\nmemory = '4GiB'\nkv_memory = '1GiB'\n{tables}")
+    assert main(["launch", "claude", "--print", "--config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "# onekv serve --host 127.0.0.1 --port" in shown and "export ANTHROPIC_MODEL=small\n" in shown
+    # The plan is that of the first table, with its own settings.
+    assert main(["launch", "claude", "--config", str(file)]) == 1
+    assert "and the KV pool holds 1,408 " in capsys.readouterr().err
+    # A table by its name comes first.
+    assert main(["launch", "claude", "--print", "--config", str(file), "--model", "other"]) == 0
+    shown = capsys.readouterr().out
+    assert "# onekv serve other --host" in shown and "export ANTHROPIC_MODEL=other\n" in shown
+
+
+def test_a_model_by_its_name_of_several_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ONEKV_API_KEYS", raising=False)
+    for seed, name in enumerate(("first", "second")):
+        save_tiny(tmp_path / name, seed)
+    server = start_several(tmp_path, {name: {"model": str(tmp_path / name)} for name in ("first", "second")})
+    try:
+        for name in ("second", "first", None):
+            flags = ["--model", name] if name else []
+            assert main(["launch", "aider", "--print", "--port", port_of(server), *flags]) == 0
+            shown = capsys.readouterr().out
+            assert f"# {server.url} has {name or 'first'}\n" in shown and f"openai/{name or 'first'}" in shown
+        assert main(["launch", "aider", "--print", "--port", port_of(server), "--model", "third"]) == 1
+        assert "has 'first', 'second'" in capsys.readouterr().err
+    finally:
+        stop_server(server)
 
 
 def test_too_little_room_is_told_with_the_numbers(

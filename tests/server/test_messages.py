@@ -1,14 +1,17 @@
 """Messages for templates that refuse some, and answers that go on from the assistant's last message."""
 
+import re
 from typing import Any
 
 import pytest
-from templates import plain_backend, with_template
+from mlx_lm.tool_parsers import mistral
+from templates import MISTRAL, plain_backend, with_template
 
 from onekv.server.call import ChatCall, ChatMessage
+from onekv.server.deltas import ToolCallDelta
 from onekv.server.errors import BadRequestError
 from onekv.server.messages import fitted
-from onekv.server.prompt import render
+from onekv.server.prompt import markers_of, render
 
 # The parts of templates that are out in the world.
 ONE_LEADING_SYSTEM = (
@@ -100,6 +103,30 @@ def test_broken_arguments_stay_text(plain: Any) -> None:
     found = text(model, [HELLO, call("{broken"), BYE])
     assert '<assistant>{"name": "look", "arguments": "{broken"}<end>' in found
     assert '"arguments": "{broken"' in text(plain, [HELLO, call("{broken"), BYE])
+
+
+def test_ids_of_nine_characters(plain: Any) -> None:
+    model = with_template(plain, MISTRAL, mistral)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+    def talk(first: str, second: str) -> str:
+        calls = [{"id": each, "function": {"name": "look", "arguments": {}}} for each in (first, second)]
+        results = [{"role": "tool", "tool_call_id": each, "content": "1"} for each in (second, first)]
+        said = {"role": "assistant", "content": None, "tool_calls": calls}
+        return text(model, [HELLO, said, *results], tools=tools)
+
+    assert talk("abcdefgh1", "abcdefgh2").count("abcdefgh1") == 2
+    found = re.findall(r'"(?:call_)?id": "([^"]*)"', talk("call_aaaaaaaaaaaaaaaaaaaaaaaa", "toolu_1"))
+    assert found[0] == found[3] != found[1] == found[2] and {len(each) for each in found} == {9}
+    # The id that the model writes is the client's.
+    written = '[TOOL_CALLS] [{"name": "look", "arguments": {}, "id": "Xy3456789"}]'
+    (call,) = markers_of(model.tokenizer, ChatCall([HELLO], tools)).split(written)
+    assert isinstance(call, ToolCallDelta) and call.id == "Xy3456789"
+
+
+def test_any_ids_where_the_template_takes_them(plain: Any) -> None:
+    messages = [HELLO, call({"at": 1}, content="So"), {"role": "tool", "tool_call_id": "1", "content": "Seen"}]
+    assert fitted(with_template(plain, THINKING).tokenizer, messages) == messages
 
 
 def test_an_answer_goes_on_from_the_assistants_message(plain: Any) -> None:

@@ -4,7 +4,16 @@ import random
 from typing import Any
 
 import pytest
-from templates import THINKING, plain_backend, with_template
+from mlx_lm.tool_parsers import mistral
+from templates import (
+    ALWAYS_THINKING,
+    EMPTY_THINKING,
+    MISTRAL,
+    RESULT_AFTER_CALL,
+    THINKING,
+    plain_backend,
+    with_template,
+)
 
 from onekv.server.call import ChatCall
 from onekv.server.prompt import markers_of, render
@@ -17,8 +26,13 @@ RESULT = {"role": "tool", "tool_call_id": "1", "content": "3"}
 
 
 @pytest.fixture(scope="module")
-def shared() -> Any:
-    return with_template(plain_backend(), THINKING)
+def plain() -> Any:
+    return plain_backend()
+
+
+@pytest.fixture(scope="module")
+def shared(plain: Any) -> Any:
+    return with_template(plain, THINKING)
 
 
 @pytest.fixture
@@ -117,6 +131,15 @@ def test_calls_in_any_spelling(model):
     assert not has(prompt(model, talk), tokens)
 
 
+def test_numbers_as_javascript_writes_them(model):
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": [1.0, 2.5, {"b": 1e2}], "c": -0.0}}\n</tool_call>'
+    tokens = generated(model, [QUESTION], text)
+    talk = [QUESTION, assistant(None, tool_calls=call(a=[1, 2.5, {"b": 100}], c=0)), RESULT]
+    assert has(prompt(model, talk), tokens)
+    talk[1] = assistant(None, tool_calls=call(a=[1, 2, {"b": 100}], c=0))
+    assert not has(prompt(model, talk), tokens)
+
+
 THOUGHT = "Hmm, three.\n</think>\n\n"
 CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -146,10 +169,8 @@ def test_thinking_that_was_changed_is_what_the_client_says(model):
     assert not has(made, tokens) and "No, five." in model.tokenizer.decode(made)
 
 
-def test_a_template_that_ends_turns_with_text_replays_nothing():
-    model = with_template(
-        plain_backend(), "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
-    )
+def test_a_template_that_ends_turns_with_text_replays_nothing(plain):
+    model = with_template(plain, "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: ")
     tokens = generated(model, [QUESTION], "It is three.")
     talk = [QUESTION, assistant("It is three."), MORE]
     made = render(model, ChatCall(talk)).tokens
@@ -161,6 +182,97 @@ def test_a_template_without_tools():
     tokens = generated(model, [QUESTION], "Well: " + CALLS)
     talk = [QUESTION, assistant("Well:", tool_calls=call(a=1)), RESULT]
     assert has(prompt(model, talk), tokens)
+
+
+def test_a_template_in_which_a_result_needs_a_call(plain):
+    model = with_template(plain, RESULT_AFTER_CALL)
+    first = generated(model, [QUESTION], "I add. \n" + CALLS)
+    talk = [QUESTION, assistant("I add.", tool_calls=call(a=1)), RESULT]
+    assert has(prompt(model, talk), first)
+    twice = CALLS + "\n" + CALLS.replace("1", "2")
+    second = generated(model, talk, twice)
+    talk += [assistant(None, tool_calls=[*call(a=1), *call(a=2)]), RESULT, RESULT]
+    third = generated(model, talk, "Three.  ")
+    talk += [assistant("Three."), MORE]
+    made = prompt(model, talk)
+    assert all(has(made, tokens) for tokens in (first, second, third))
+    talk[1], talk[-2] = assistant("I add. \n", tool_calls=call(a=1)), assistant("Three.  ")
+    assert model.tokenizer.decode(made) == plainly(model, talk).replace("call><tool", "call>\n<tool")
+
+
+def test_a_template_with_roles_in_turns_and_no_text_beside_calls(plain):
+    model = with_template(plain, MISTRAL, mistral)
+    calls = [{"id": "abcdefgh1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    result = {"role": "tool", "tool_call_id": "abcdefgh1", "content": "3"}
+    first = generated(model, [QUESTION], '[TOOL_CALLS] [{"name": "add",  "arguments": {"a": 1}, "id": "abcdefgh1"}]')
+    talk = [QUESTION, assistant(None, tool_calls=calls), result]
+    made = prompt(model, talk)
+    assert made[: len(prompt(model, [QUESTION])) + len(first)] == prompt(model, [QUESTION]) + first
+    assert model.tokenizer.decode(made) == plainly(model, talk).replace('"add", "arg', '"add",  "arg')
+    second = generated(model, talk, " Three.")
+    talk += [assistant("Three."), MORE]
+    made = prompt(model, talk)
+    assert has(made, first) and has(made, second)
+    # What the template leaves out was said: it is the template's.
+    other = generated(model, [MORE], '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]')
+    assert not has(prompt(model, [MORE, assistant("I add", tool_calls=calls), result]), other)
+
+
+def test_a_template_that_refuses_every_mark(plain):
+    """It knows what it was asked."""
+    template = THINKING.replace("{{ m.content }}", "{% if 'turn' in m.content %}{{ raise_exception('no') }}{% endif %}")
+    model = with_template(plain, template)
+    generated(model, [QUESTION], "It is three.")
+    talk = [QUESTION, assistant("It is three."), MORE]
+    assert prompt(model, talk) == model.tokenizer.encode(plainly(model, talk), add_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [ALWAYS_THINKING, EMPTY_THINKING])
+@pytest.mark.parametrize("sent", [{}, {"reasoning_content": "Hmm, three."}])
+def test_a_template_that_writes_empty_thinking(plain, template, sent):
+    model = with_template(plain, template)
+    opened = "\n<think>" if template == EMPTY_THINKING else "<think>\n"
+    end = "</think>\n" if template == EMPTY_THINKING else "\n</think>\n\n"
+    first = generated(model, [QUESTION], opened + "Hmm, three." + end + "I add.\n" + CALLS)
+    talk = [QUESTION, assistant("I add.", tool_calls=call(a=1), **sent), RESULT]
+    begun = prompt(model, talk)
+    assert begun[: len(prompt(model, [QUESTION])) + len(first)] == prompt(model, [QUESTION]) + first
+    second = generated(model, talk, opened + "Hmm, three." + end + CALLS)
+    talk += [assistant(None, tool_calls=call(a=1), **sent), RESULT]
+    made = prompt(model, talk)
+    assert made[: len(begun) + len(second)] == begun + second
+    talk += [assistant("Three."), MORE]
+    made = prompt(model, talk)
+    assert not has(made, first) and "Hmm" not in model.tokenizer.decode(made)
+
+
+def test_an_answer_without_thinking_keeps_the_templates_empty_block(plain):
+    model = with_template(plain, ALWAYS_THINKING)
+    tokens = generated(model, [QUESTION], "I add.\n" + CALLS)
+    talk = [QUESTION, assistant("I add.", tool_calls=call(a=1)), RESULT]
+    made = prompt(model, talk)
+    text = model.tokenizer.decode(made)
+    assert has(made, tokens) and text == plainly(model, talk).replace("I add.", "I add.\n")
+
+
+@pytest.mark.parametrize("odd_one", range(4))
+@pytest.mark.parametrize("before", [True, False])
+def test_a_turn_whose_place_is_not_found_costs_no_other(plain, odd_one, before):
+    part = "<|im_start|>{{ m.role }}" if before else "<|im_end|>"
+    at = THINKING.rindex(part) + len(part)
+    template = THINKING[:at] + "{{ ' odd' if 'odd' in m.content else '' }}" + THINKING[at:]
+    model = with_template(plain, template)
+    talk: list[dict[str, Any]] = []
+    tokens = []
+    for turn in range(4):
+        talk.append(QUESTION)
+        said = "An odd one." if turn == odd_one else f"Number {turn}."
+        tokens.append(generated(model, talk, said))
+        talk.append(assistant(said))
+    talk.append(MORE)
+    made = prompt(model, talk)
+    assert [has(made, each) for each in tokens] == [turn != odd_one for turn in range(4)]
+    assert model.tokenizer.decode(made) == plainly(model, talk)
 
 
 WORDS = ["yes", "No.", "three", " ", "\n", "é", "<b>", "{}", '"', "turn", "ok?"]

@@ -40,10 +40,29 @@ def model(server: Any) -> str:
     return server.backend_name
 
 
+def test_what_the_template_is_told() -> None:
+    def told(**fields: Any) -> dict[str, Any]:
+        return ResponsesBody.model_validate({"model": "m", "input": "Hi", **fields}).template()
+
+    assert told() == {}
+    assert told(reasoning={"effort": "none"}) == {"reasoning_effort": "none", "enable_thinking": False}
+    assert told(thinking_budget=99, chat_template_kwargs={"enable_thinking": True, "x": None}) == {
+        "thinking_budget": 99,
+        "enable_thinking": True,
+    }
+    assert told(reasoning_effort="low") == told(reasoning={"effort": "low"}) == {"reasoning_effort": "low"}
+
+
 def test_create_get_delete(client: openai.OpenAI, server: Any, model: str):
     made = client.responses.create(
-        model=model, input="What is the capital of France?", max_output_tokens=24, temperature=0, metadata={"a": "b"}
+        model=model,
+        input="What is the capital of France?",
+        max_output_tokens=24,
+        temperature=0,
+        metadata={"a": "b"},
+        reasoning={"effort": "low"},
     )
+    assert made.reasoning is not None and made.reasoning.effort == "low"
     assert "Paris" in made.output_text and made.status == "completed" and made.metadata == {"a": "b"}
     assert made.usage is not None and made.usage.input_tokens_details.cached_tokens >= 0
     got = client.responses.retrieve(made.id)

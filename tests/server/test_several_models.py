@@ -227,14 +227,27 @@ def test_others_are_answered_while_one_is_loaded(
     assert text(complete(server, "b")) == alone["b"]
 
 
+SAID: Any = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+WAITING: Any = (
+    ("/v1/chat/completions", SAID, 'data: {"id":"chatcmpl-'),
+    ("/v1/messages", SAID, "event: ping"),
+    ("/v1/responses", {"input": "Hello"}, "event: response.created"),
+)
+
+
+def respond(server: Server, model: str, events: list[Any]) -> None:
+    """Adds the events of a response as they come."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client.responses.stream(model=model, input="Hello", max_output_tokens=4) as stream:
+        events.extend(stream)
+
+
 def test_a_stream_that_waits_is_told_its_place(
     models: dict[str, str], alone: dict[str, str], running: list[Server], tmp_path: Path
 ) -> None:
-    """In comments, which clients ignore. The status is sent by then: what goes wrong comes as an event."""
-    broken = Path(save_tiny(tmp_path / "x", 7))
-    wanted = {**tables({name: models[name] for name in "ab"}), "x": {"model": str(broken)}}
-    for name in "bx":
-        (tmp_path / f"{name}.wait").touch()
+    """In comments, which clients ignore, beside events that they count."""
+    (tmp_path / "b.wait").touch()
+    wanted = tables({name: models[name] for name in "ab"})
     server = start_several(tmp_path, wanted, program=("-c", LOADS, str(tmp_path)))
     running.append(server)
     body = {"model": "b", "prompt": WORDS, "max_tokens": 8, "temperature": 0, "stream": True}
@@ -244,11 +257,36 @@ def test_a_stream_that_waits_is_told_its_place(
         assert said.startswith(": number 1 of 1 request waiting for models; the model b has been loading for "), said
         assert answer.status_code == 200 and answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.headers["x-request-id"]
+        # Whatever the API, it is an event of its own.
+        for path, given, event in WAITING:
+            with httpx.stream("POST", f"{server.url}{path}", json={"model": "b", "stream": True, **given}) as other:
+                assert next(line for line in other.iter_lines() if not line.startswith(":") and line).startswith(event)
+        response: list[Any] = []
+        asked = threading.Thread(target=respond, args=(server, "b", response))
+        asked.start()
+        eventually(lambda: len(response) > 2)
         (tmp_path / "b.wait").unlink()
         chunks = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert chunks[-1] == "[DONE]"
     assert "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1]) == alone["b"]
     assert eventually(lambda: re.search(r"POST /v1/completions 200 .* waited=\d+\.\d+s end=length ", server.log()))
+    asked.join()
+    assert [event.type for event in response].count("response.created") == 1 and len(response) > 5
+    assert [event.sequence_number for event in response] == list(range(len(response)))
+    assert {event.response.id for event in response if hasattr(event, "response")} == {response[0].response.id}
+    assert response[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_a_stream_that_waits_is_told_what_went_wrong(
+    models: dict[str, str], running: list[Server], tmp_path: Path
+) -> None:
+    """The status is sent by then: it comes as an event."""
+    broken = Path(save_tiny(tmp_path / "x", 7))
+    (tmp_path / "x.wait").touch()
+    wanted = {**tables({"a": models["a"]}), "x": {"model": str(broken)}}
+    server = start_several(tmp_path, wanted, program=("-c", LOADS, str(tmp_path)))
+    running.append(server)
+    body = {"model": "x", "prompt": WORDS, "max_tokens": 8, "stream": True}
     (broken / "model.safetensors").write_bytes(b"too little")
     question: list[Any] = [{"role": "user", "content": "Hello"}]
     api = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -260,6 +298,15 @@ def test_a_stream_that_waits_is_told_its_place(
             list(api.chat.completions.create(model="x", messages=question, stream=True))
         told.append(failed.value.message)
 
+    def ask_for_response() -> None:
+        with api.responses.stream(model="x", input="Hello") as stream:
+            events = list(stream)
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.failed", kinds
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert {event.response.id for event in events if hasattr(event, "response")} == {events[0].response.id}
+        told.append(events[-1].response.error.message)
+
     def ask_claude() -> None:
         with (
             pytest.raises(anthropic.APIError) as failed,
@@ -268,18 +315,18 @@ def test_a_stream_that_waits_is_told_its_place(
             stream.get_final_message()
         told.append(str(failed.value))
 
-    asking = [threading.Thread(target=ask), threading.Thread(target=ask_claude)]
+    asking = [threading.Thread(target=each) for each in (ask, ask_for_response, ask_claude)]
     for thread in asking:
         thread.start()
-    eventually(lambda: rows(server)["x"]["requests"]["waiting"] == 2)
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"model": "x"}, timeout=60) as answer:
+    eventually(lambda: rows(server)["x"]["requests"]["waiting"] == 3)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
         assert re.match(
-            r": number 3 of 3 requests waiting for models; the model x has been ", next(answer.iter_lines())
+            r": number 4 of 4 requests waiting for models; the model x has been ", next(answer.iter_lines())
         )
     (tmp_path / "x.wait").unlink()
     for thread in asking:
         thread.join()
-    assert len(told) == 2 and all("model.safetensors is damaged or truncated" in text for text in told), told
+    assert len(told) == 3 and all("model.safetensors is damaged or truncated" in text for text in told), told
 
 
 def test_a_model_that_cannot_be_loaded(models: dict[str, str], running: list[Server], tmp_path: Path) -> None:

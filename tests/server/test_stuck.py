@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from several import complete, start_several
 from test_server_disk import ask
 
 from conftest import Server, begin_server, start_server, stop_server
@@ -121,6 +122,29 @@ def test_a_model_call_that_hangs(tiny: str, tmp_path: Path) -> None:
     stop_server(again)
     assert second["choices"][0]["message"] == first["choices"][0]["message"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_one_of_several_models_hangs(tiny: str, tmp_path: Path) -> None:
+    hang, other = tmp_path / "hang", save_tiny(tmp_path / "other", 1)
+    tables = {"a": {"model": tiny}, "b": {"model": other}}
+    limits = ["--step-limit", "2", "--grace", "1"]
+    server = start_several(tmp_path, tables, *limits, program=("-c", HANGS, str(hang)))
+    try:
+        for name in tables:
+            complete(server, name)
+        eventually(lambda: health(server.url).json()["status"] == "ok")
+        hang.touch()
+        client = ask_in_vain(server)
+        stuck = eventually(lambda: (answer := health(server.url)).status_code == 503 and answer).json()
+        engines = {row["name"]: row["engine"] for row in stuck["models"]}
+        assert stuck["status"] == "stuck" and engines["a"]["doing"] == "prefilling for 1 request"
+        assert engines["a"]["for_s"] > stuck["step_limit_s"] == 2 and engines["b"]["requests"] == 0
+        assert [health(server.url, f"/health/{probe}").status_code for probe in ("live", "ready")] == [503, 503]
+        eventually(lambda: "stuck: prefilling for 1 request" in server.log() and HUNG in server.log())
+    finally:
+        errors = stop_server(server)
+    client.join(60)
+    assert server.process.returncode == 1, errors
 
 
 @pytest.mark.parametrize(

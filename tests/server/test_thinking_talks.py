@@ -64,7 +64,7 @@ def asks(talk: list[Any]) -> bool:
     return True
 
 
-def through_chat(url: str, kept: bool) -> Iterator[Turn]:
+def through_chat(url: str, kept: bool, **more: Any) -> Iterator[Turn]:
     client = OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0)
     tools: Any = [{"type": "function", "function": {"name": "water", "parameters": PARAMETERS}}]
     talk: list[Any] = []
@@ -72,9 +72,10 @@ def through_chat(url: str, kept: bool) -> Iterator[Turn]:
         asked = asks(talk)
         answer = client.chat.completions.create(
             model="default",
-            messages=[{"role": "system", "content": system(turn, f"chat {kept}")}, *talk],
+            messages=[{"role": "system", "content": system(turn, f"chat {kept} {len(more)}")}, *talk],
             tools=tools,
             max_tokens=200,
+            **more,
         )
         used, message = answer.usage, answer.choices[0].message
         thought, calls = getattr(message, "reasoning_content", None), message.tool_calls or []
@@ -91,7 +92,7 @@ def through_chat(url: str, kept: bool) -> Iterator[Turn]:
         talk += [{"role": "tool", "tool_call_id": call.id, "content": "Done."} for call in calls]
 
 
-def through_responses(url: str, kept: bool) -> Iterator[Turn]:
+def through_responses(url: str, kept: bool, **more: Any) -> Iterator[Turn]:
     client = OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0)
     tools: Any = [{"type": "function", "name": "water", "parameters": PARAMETERS, "strict": False}]
     talk: list[Any] = []
@@ -99,11 +100,12 @@ def through_responses(url: str, kept: bool) -> Iterator[Turn]:
         asked = asks(talk)
         with client.responses.stream(
             model="default",
-            instructions=system(turn, f"responses {kept}"),
+            instructions=system(turn, f"responses {kept} {len(more)}"),
             input=talk,
             tools=tools,
             max_output_tokens=200,
             store=False,
+            **more,
         ) as stream:
             answer = stream.get_final_response()
         used, items = answer.usage, [item.to_dict() for item in answer.output]
@@ -117,7 +119,7 @@ def through_responses(url: str, kept: bool) -> Iterator[Turn]:
             talk.append({"type": "function_call_output", "call_id": call["call_id"], "output": "Done."})
 
 
-def through_messages(url: str, kept: bool) -> Iterator[Turn]:
+def through_messages(url: str, kept: bool, **more: Any) -> Iterator[Turn]:
     client = Anthropic(base_url=url, api_key=KEYS[0], max_retries=0)
     tools: Any = [{"name": "water", "input_schema": PARAMETERS}]
     talk: list[Any] = []
@@ -125,11 +127,12 @@ def through_messages(url: str, kept: bool) -> Iterator[Turn]:
         asked = asks(talk)
         with client.messages.stream(
             model="claude-any",
-            system=system(turn, f"messages {kept}"),
+            system=system(turn, f"messages {kept} {len(more)}"),
             messages=talk,
             tools=tools,
             thinking={"type": "enabled", "budget_tokens": 1024},
             max_tokens=2048,
+            **more,
         ) as stream:
             answer = stream.get_final_message()
         used, blocks = answer.usage, [block.to_dict() for block in answer.content]
@@ -152,7 +155,22 @@ def through_messages(url: str, kept: bool) -> Iterator[Turn]:
 @pytest.mark.parametrize("kept", [True, False], ids=["thinking sent back", "thinking dropped"])
 @pytest.mark.parametrize("through", [through_chat, through_responses, through_messages])
 def test_nearly_all_of_every_prompt_is_cached(talker: Server, through: Any, kept: bool) -> None:
-    turns: list[Turn] = list(through(talker.url, kept))
+    check(list(through(talker.url, kept)))
+
+
+ONE_CALL: Any = {"parallel_tool_calls": False}
+ONE_TOOL_USE: Any = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+
+
+@pytest.mark.parametrize(
+    ("through", "alone"),
+    [(through_chat, ONE_CALL), (through_responses, ONE_CALL), (through_messages, ONE_TOOL_USE)],
+)
+def test_so_it_is_where_a_call_ends_the_answer(talker: Server, through: Any, alone: Any) -> None:
+    check(list(through(talker.url, False, **alone)))
+
+
+def check(turns: list[Turn]) -> None:
     assert len(turns) == TURNS and [turn.calls for turn in turns] == [int(at % 3 == 1) for at in range(TURNS)]
     assert all(turn.thought and "let me see" in turn.thought for turn in turns)
     before = turns[0]

@@ -21,16 +21,21 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .. import config
 from ..config import Settings
 from ..errors import SettingError
-from ..models import DEFAULT_MODEL
+from ..server.model_settings import ModelSettings
+from ..server.models.settings import BudgetSettings
 from ..server.settings import ServerSettings
 from . import options
 from .agents import AGENTS, Agent, Served, Setup
 from .asking import NO_KEY, Asking, NoServerError
-from .serve import read_file
+from .serve import models_given, read_file
+
+if TYPE_CHECKING:
+    from ..server.models.spec import ModelSpec
 
 EXAMPLES = """onekv launch claude
   onekv launch claude --model mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit --kv-memory 16GiB
@@ -59,31 +64,28 @@ def define(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     agent = AGENTS[arguments.agent]
     _, file = read_file(arguments)
-    settings = options.resolved(Settings, arguments, file)
+    given, planned = _wanted(arguments, file)
     server = ServerSettings.resolve({"port": arguments.port, "host": HOST}, file)
     if not server.port:
         raise SettingError("--port is 0; the agent needs to know the port, so choose one")
     url = f"http://{HOST}:{server.port}"
     key = next(iter(server.keys()), NO_KEY)
     asking = Asking(url, key, "choose another port with --port", "ONEKV_API_KEYS")
-    model = arguments.model or str(file.get("model", DEFAULT_MODEL))
     program = shutil.which(agent.program)
-    command = _serve_command(arguments, model, server.port)
-    running = _running(asking)
+    command = _serve_command(arguments, given, server.port)
+    running = _running(asking, arguments.model)
     if running is not None:
-        _same(arguments, running, url)
+        _same(arguments, url)
     if arguments.print:
-        from ..models.loader import display_name
-
         # How much room there will be is known when it runs; here it is what the agent should have.
-        served = running or Served(url, display_name(model), key, agent.room)
+        served = running or Served(url, planned.name, key, agent.room)
         setup = agent.setup(served, Path("FOLDER"))
         print(_shown(agent, served, setup, arguments.rest, None if running else command))
         return 0
     if program is None:
         raise SettingError(f"{agent.program!r} is not in the PATH; install it with: {agent.install}")
     if running is None:
-        _check_plan(arguments.agent, agent, model, settings)
+        _check_plan(arguments.agent, agent, planned)
     with _ending_in_order(), _server(running, command, asking, server.grace) as served:
         if running is not None:
             _check_room(arguments.agent, agent, served.longest, f"the server on {url} accepts")
@@ -93,41 +95,60 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _serve_command(arguments: argparse.Namespace, model: str, port: int) -> list[str]:
+def _wanted(arguments: argparse.Namespace, file: dict[str, Any]) -> tuple[list[str], "ModelSpec"]:
+    """The models that a new server is given by name, none where tables of the file are enough, and its first one."""
+    from ..server.models.spec import specs_of
+
+    def resolve(table: Mapping[str, Any]) -> tuple[Settings, ModelSettings, BudgetSettings]:
+        of_model = {**file, **table}
+        served, budget = ModelSettings.resolve({}, of_model), BudgetSettings.resolve({}, of_model)
+        return options.resolved(Settings, arguments, of_model), served, budget
+
+    given = models_given([arguments.model] if arguments.model else [], file)
+    return given, specs_of(given, file.get("models", {}), resolve)[0]
+
+
+def _serve_command(arguments: argparse.Namespace, models: list[str], port: int) -> list[str]:
     given = {name: getattr(arguments, name) for name in ("config", *Settings.names())}
     flags = [word for name, value in given.items() if value is not None for word in (config.flag(name), value)]
-    return [sys.executable, "-m", "onekv", "serve", model, "--host", HOST, "--port", str(port), *flags]
+    return [sys.executable, "-m", "onekv", "serve", *models, "--host", HOST, "--port", str(port), *flags]
 
 
 # The server
 
 
-def _running(server: Asking) -> Served | None:
-    """The server that answers there; None if nobody does. Raises SettingError if it is none of ours, or not ready."""
+def _running(server: Asking, wanted: str | None) -> Served | None:
+    """The server that answers there, with the model that is `wanted`, or its first; None if nobody answers.
+
+    Raises SettingError if it is none of ours, not ready, or does not have that model.
+    """
     try:
-        health = server.json("/health")
-        model, *_ = server.json("/v1/models")["data"]
-        return Served(server.url, health["model"], server.key, model["context_length"])
+        # Whether it is ready.
+        server.json("/health")
+        lengths = {model["id"]: model["context_length"] for model in server.json("/v1/models")["data"]}
+        first = next(iter(lengths))
     except NoServerError:
         return None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, StopIteration):
         raise server.not_ours() from None
+    if wanted is None:
+        return Served(server.url, first, server.key, lengths[first])
+    from ..models.loader import display_name
+
+    name = next((name for name in (wanted, display_name(wanted)) if name in lengths), None)
+    if name is None:
+        there = ", ".join(repr(each) for each in lengths)
+        raise SettingError(f"--model is {wanted!r}, but the server on {server.url} has {there}; stop it or set --port")
+    return Served(server.url, name, server.key, lengths[name])
 
 
-def _same(arguments: argparse.Namespace, running: Served, url: str) -> None:
+def _same(arguments: argparse.Namespace, url: str) -> None:
     """Raises SettingError if the user asked for another server than the one that runs."""
     given = [name for name in ("config", *Settings.names()) if getattr(arguments, name) is not None]
     if given:
         raise SettingError(
             f"{config.flag(given[0])} applies to a new server, but one is running on {url}; stop it or set --port"
         )
-    if arguments.model is not None:
-        from ..models.loader import display_name
-
-        if display_name(arguments.model) != running.model:
-            raise SettingError(
-                f"--model is {arguments.model!r}, but the server on {url} has {running.model!r}; stop it or set --port"
-            )
 
 
 @contextmanager
@@ -153,7 +174,7 @@ def _ready(process: "subprocess.Popen[bytes]", asking: Asking, log: Path) -> Ser
     """Waits until it has loaded its model."""
     while process.poll() is None:
         try:
-            if (served := _running(asking)) is not None:
+            if (served := _running(asking, None)) is not None:
                 return served
         except SettingError:
             # It listens, and loads.
@@ -175,14 +196,14 @@ def _stop(process: "subprocess.Popen[bytes]", seconds: float) -> None:
 # Whether it is enough
 
 
-def _check_plan(name: str, agent: Agent, model: str, settings: Settings) -> None:
+def _check_plan(name: str, agent: Agent, spec: "ModelSpec") -> None:
     """Before it is loaded; fetches the model if it must be."""
     from ..memory.plan import make_plan
     from ..models import context_length, load_for
 
-    loaded = load_for(model, settings, lazy=True)
+    loaded = load_for(spec.model, spec.engine, lazy=True)
     context = context_length(loaded.config)
-    plan = make_plan(loaded.model, settings, context)
+    plan = make_plan(loaded.model, spec.engine, context)
     longest = min(plan.longest, context or plan.longest)
     known = f"{context:,} tokens" if context else "unknown length"
     _check_room(

@@ -71,12 +71,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, file: dict[str, Any]) -> list[str]:
-    """The models that are named, on the command line or else in the file; none where its tables are enough."""
     if arguments.model and arguments.named and arguments.model != [arguments.named]:
         given = " ".join(arguments.model)
         raise SettingError(f"--model is {arguments.named!r}, but {given!r} is given too; use only one of them")
-    if arguments.model or arguments.named:
-        return arguments.model or [arguments.named]
+    return models_given(arguments.model or ([arguments.named] if arguments.named else []), file)
+
+
+def models_given(named: list[str], file: Mapping[str, Any]) -> list[str]:
+    """The models `named` on the command line, or else in the file; none where its tables are enough."""
+    if named:
+        return named
     if "model" in file:
         return [str(file["model"])]
     return [] if file.get("models") else [DEFAULT_MODEL]

@@ -185,9 +185,9 @@ async def prepared_for(answer: Answer, prepare: Callable[[], Prepared]) -> Prepa
 
 
 async def note_lost(backend: Backend, prepared: Prepared, finish: Finish) -> None:
-    """Have the log tell why tokens of the first prompt were computed that could have been found, if any were."""
+    """Have the log tell where the first prompt leaves the nearest cached conversation, if it leaves one."""
     entry, branch = journal.current.get(), finish.branch
-    if entry is not None and branch is not None and branch.again and journal.log.isEnabledFor(logging.INFO):
+    if entry is not None and branch is not None and journal.log.isEnabledFor(logging.INFO):
         tokens = prepared.generations[0].tokens
         entry.lost = await asyncio.to_thread(lost, backend, prepared.call, tokens, branch)
 

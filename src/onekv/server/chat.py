@@ -29,11 +29,12 @@ class ChatChoice:
         self,
         splitter: Splitter,
         stop_tokens: Container[int],
-        one_call: bool = False,
+        one_call: str | None = None,
         remember: Callable[[Said, list[int]], None] | None = None,
     ) -> None:
-        """With `one_call`, whatever comes after the first call is left out. `remember` is told what the choice says,
-        and the tokens that say it, when it has ended by itself; None where it is no turn of a conversation.
+        """`one_call` is the marker that ends the first call, which ends the choice; empty where calls have none, and
+        whatever comes after the first is left out; None if there may be several. `remember` is told what the choice
+        says, and the tokens that say it, when it has ended by itself; None where it is no turn of a conversation.
         """
         self._splitter, self._stop_tokens, self._one_call = splitter, stop_tokens, one_call
         self._remember = remember
@@ -45,8 +46,8 @@ class ChatChoice:
     def read(self, event: Delta | End) -> list[TypedDelta]:
         if isinstance(event, End):
             found = self._counted(self._splitter.finish(cut_off=event.finish_reason == "length"))
-            # What was cut at a stop string has tokens that were not said.
-            if event.stopped_by is None and self._remember is not None:
+            # What was cut at a stop string has tokens that were not said; the end of a call was.
+            if event.stopped_by in (None, self._one_call) and self._remember is not None:
                 self._remember(Said.of_deltas(self._said), self._tokens)
             return [*found, Finish.of(event, self._called, self._reasoning_tokens)]
         # The token that ends an answer is no part of it.
@@ -61,7 +62,7 @@ class ChatChoice:
         for delta in found:
             if isinstance(delta, TextDelta) and delta.kind == "reasoning":
                 self._reasoning_tokens += len(delta.tokens)
-            if not (self._called and self._one_call):
+            if not (self._called and self._one_call is not None):
                 shown.append(delta)
             self._called |= isinstance(delta, ToolCallDelta)
         self._said += shown
@@ -78,7 +79,8 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
     markers = markers_of(backend.tokenizer, call)
     prediction = encode_prediction(call.prediction, backend.tokenizer)
     # The end of the first call ends the answer; its text is then complete without its marker.
-    stops = (*call.stops, *([markers.call_end] if call.one_call and markers.call_end else []))
+    one_call = (markers.call_end or "") if call.one_call else None
+    stops = (*call.stops, *([one_call] if one_call else []))
     generations = [
         Generation(
             rendered.tokens,
@@ -101,6 +103,6 @@ def prepare(backend: Backend, call: ChatCall) -> Prepared:
 
     def choice() -> ChatChoice:
         splitter = Splitter(markers, rendered.thinking)
-        return ChatChoice(splitter, stop_tokens, call.one_call, None if continues(call) else remember)
+        return ChatChoice(splitter, stop_tokens, one_call, None if continues(call) else remember)
 
     return Prepared(generations, [choice() for _ in generations], call)

@@ -3,7 +3,7 @@
 `prefix/branch.py` finds the position, in the engine's thread; here it is mapped to text and a message, in another
 thread. The same object is the response of /admin/cache/probe and the header `x-onekv-cache`, which is sent if the
 request has `x-onekv-explain: 1`. The header reports what the request would find on arrival; requests that run before it
-may add to that. A short form is part of the request's log line, if tokens were computed that are cached further on:
+may add to that. A short form is part of the request's log line:
 based on what the engine itself found when the request started, and logged after the answer has been sent.
 
 A key's tree contains nothing of other keys, so no word here belongs to another key.
@@ -43,9 +43,10 @@ def header(said: dict[str, Any]) -> str:
 
 
 def lost(backend: Backend, call: ChatCall | None, tokens: list[int], branch: Branch) -> list[Field]:
-    """The same for the request's line in the log, in short: how many tokens could have been found, and why not."""
+    """The same for the request's line in the log, in short: how many tokens could have been found, if any, and which
+    words in which message the prompt leaves with."""
     leaves = _leaves(backend, call, tokens, branch)
-    parts = [Field(f"lost={branch.again}", lost=branch.again)]
+    parts = [Field(f"lost={branch.again}", lost=branch.again)] if branch.again else []
     if (message := leaves["message"]) is not None:
         index, role = message["index"], message["role"]
         parts.append(Field(f"message={index}({role})", message_index=index, message_role=role))

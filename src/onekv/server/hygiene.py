@@ -29,6 +29,17 @@ _CLOCK = (
     r"\d{1,2}:\d\d(?::\d\d(?:[.,]\d{1,9})?)?(?:\s?(?:[ap]m\b|[ap]\.m\.))?"
     r"(?:\s?(?:Z|UTC|GMT)\b)?(?:\s?[+-]\d\d:?\d\d\b)?(?:\s?\([\w ]{1,40}\))?"
 )
+_AFTER_DATE = rf"(?:T|,?[ ](?:at[ ])?){_CLOCK}"
+_WEEKDAY = r"(?:\b(?:Mon|Tue(?:s)?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,?[ ])?"
+_MONTH = (
+    r"\b(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sep(?:t(?:ember)?)?|"
+    r"Oct(?:ober)?|Nov(?:ember)?|Dec(?:ember)?)\b\.?"
+)
+_DAY = r"\b\d{1,2}(?:st|nd|rd|th|\.)?"
+_DATE = (
+    rf"(?:{_WEEKDAY}(?:\b\d{{4}}[-/]\d{{1,2}}[-/]\d{{1,2}}|\b\d{{1,2}}[./-]\d{{1,2}}[./-]\d{{4}}|"
+    rf"{_MONTH}[ ]{_DAY},?(?:[ ]{_CLOCK})?[ ]\d{{4}}|{_DAY}[ ](?:of[ ])?{_MONTH},?[ ]\d{{4}})(?!\d))"
+)
 _LABEL = (
     r"(?:\b(?:current|local|present|system|today['\u2019]?s)[ _-]?(?:date|time)|\bdate[ _-](?:and|&)[ _-]time|"
     r"\btime now|\bnow:|\btime is|\btoday is|\bit is now|\bas of|\bdatetime|\btimestamp)"
@@ -53,10 +64,12 @@ OWN = {
         Rule(
             "clocks",
             (
-                rf"(?i)\b\d{{4}}-\d\d-\d\d\K(?:T|,?[ ](?:at[ ])?){_CLOCK}",
+                rf"(?i)\b\d{{4}}-\d\d-\d\d\K{_AFTER_DATE}",
                 rf"(?i){_LABEL}[^\n]{{0,60}}?\K,?[ ]?(?:\bat[ ])?(?<![\d:]){_CLOCK}",
             ),
         ),
+        # A date that follows such a label in the same line, with the time of day after it.
+        Rule("dates", (rf"(?i){_LABEL}[^\n]{{0,60}}?\K[ ]?{_DATE}(?:{_AFTER_DATE})?",)),
     )
 }
 DEFAULT = "billing"

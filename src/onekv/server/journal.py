@@ -56,7 +56,7 @@ class Entry:
     # What was generated for it, by which model.
     model: str = ""
     generations: Sequence[Observed] = ()
-    # Why tokens of its prompt were computed that could have been found, if any were (explain.py).
+    # Where its prompt leaves the nearest cached conversation, if it leaves one (explain.py).
     lost: Sequence[Field] = ()
     # How often each rule of hygiene was applied to its prompt.
     cleaned: Mapping[str, int] = field(default_factory=dict)

@@ -11,10 +11,13 @@ unchanged, since the same messages must become the same prompt. What it rejects,
     two user messages in a row              one, joined by an empty line
     arguments that are text                 the call as content
     reasoning beside text and a call        without the reasoning
+    ids of calls other than nine            a hash of that length, in the call and in its result
+    letters and digits
 
 An answer continues from a message of the assistant's that comes last, unless it has calls (`continues`).
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,6 +27,7 @@ from weakref import WeakKeyDictionary
 from ..ask import TEMPLATE_ERRORS
 from .call import ChatCall, ChatMessage
 from .errors import BadRequestError
+from .segments import SHORT_ID
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,11 @@ class Taken:
     users_in_a_row: bool = True
     text_arguments: bool = True
     thoughtful_calls: bool = True
+    any_call_id: bool = True
 
 
-# Some templates want nine letters or digits.
-CALL_ID = "call00001"
+# Some templates want nine letters or digits; other ids are longer.
+CALL_ID, LONG_CALL_ID = "call00001", "call_0123456789abcdef01234567"
 
 _known: "WeakKeyDictionary[Any, Taken]" = WeakKeyDictionary()
 
@@ -96,9 +101,14 @@ def _without_rows(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 def _plainer(message: ChatMessage, taken: Taken) -> ChatMessage:
+    if not taken.any_call_id and "tool_call_id" in message:
+        message = message | {"tool_call_id": _nine(message["tool_call_id"])}
     calls = message.get("tool_calls")
     if not calls:
         return message
+    if not taken.any_call_id:
+        calls = [call | {"id": _nine(call["id"])} for call in calls]
+        message = message | {"tool_calls": calls}
     if not taken.thoughtful_calls and message.get("content"):
         message = {key: value for key, value in message.items() if key != "reasoning_content"}
     if not taken.text_arguments:
@@ -107,6 +117,10 @@ def _plainer(message: ChatMessage, taken: Taken) -> ChatMessage:
         content = "\n".join([*([message["content"]] if message.get("content") else []), *bad])
         message = message | {"content": content, "tool_calls": good}
     return message
+
+
+def _nine(call_id: str) -> str:
+    return call_id if SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _try_out(tokenizer: Any) -> Taken:
@@ -120,10 +134,10 @@ def _try_out(tokenizer: Any) -> Taken:
         text = text_of([*messages])
         return text is not None and all(message["content"] in text for message in messages)
 
-    def takes_call(arguments: Any, **more: str) -> bool:
+    def takes_call(arguments: Any, call_id: str = CALL_ID, **more: str) -> bool:
         """Not every template has the text beside a call."""
-        calls = [{"id": CALL_ID, "type": "function", "function": {"name": "look", "arguments": arguments}}]
-        result = {"role": "tool", "tool_call_id": CALL_ID, "name": "look", "content": "Seen"}
+        calls = [{"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}]
+        result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "Seen"}
         return text_of([user, {**said("assistant", "Looking"), "tool_calls": calls, **more}, result]) is not None
 
     def said(role: str, word: str) -> ChatMessage:
@@ -143,4 +157,5 @@ def _try_out(tokenizer: Any) -> Taken:
         users_in_a_row=takes(user, later),
         text_arguments=not calls or takes_call("{at"),
         thoughtful_calls=not calls or takes_call({"at": "it"}, reasoning_content="Hm"),
+        any_call_id=not calls or takes_call({"at": "it"}, LONG_CALL_ID),
     )

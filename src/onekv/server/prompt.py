@@ -21,7 +21,6 @@ from .errors import BadRequestError
 from .messages import continues, fitted
 from .replay import replay
 from .segments import Markers
-from .turns import Said
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _JSON_PARSER = "mlx_lm.tool_parsers.json_tools"
@@ -62,12 +61,8 @@ def render(backend: Backend, call: ChatCall) -> Rendered:
     tokenizer = backend.tokenizer
     markers = markers_of(tokenizer, call)
     known = backend.turns.known(call.salt, call.messages)
-
-    def read(text: str) -> Said:
-        return Said.of_deltas(markers.split(text))
-
     with _refusing(backend):
-        text, tokens = replay(tokenizer, partial(_write, backend, call), read, call.messages, known)
+        text, tokens = replay(tokenizer, partial(_write, backend, call), markers, call.messages, known)
     opened = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
     opening = len(tokens) - tokenizer.rfind_think_start(tokens) if opened else 0
     return Rendered(tokens, opening, call.messages, cleaned)

@@ -14,6 +14,7 @@ the beginning of its arguments can be parsed, as OpenAI does, otherwise left out
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,6 +36,8 @@ UNREADABLE = (
     OverflowError,
 )
 
+# As Mistral's models write it.
+SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DECODER = json.JSONDecoder()
 
 Parser = Callable[[str], Any]
@@ -202,6 +205,10 @@ def _call(parsed: dict[str, Any]) -> ToolCallDelta:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     # Half a character cannot be sent.
     (name + text).encode()
+    given = parsed.get("id")
+    # Where the model writes an id, its turn comes back with that one: the result then belongs to it.
+    if isinstance(given, str) and SHORT_ID.fullmatch(given):
+        return ToolCallDelta(name, text, id=given)
     return ToolCallDelta(name, text)
 
 

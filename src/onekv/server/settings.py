@@ -83,12 +83,11 @@ class ServerSettings(SettingsBase):
         "billing",
         text,
         "rules for text in system messages that changes with every conversation: billing drops clients' billing lines, "
-        "clocks strips the time of day from dates, NAME is a rule from the TOML file; separated by commas, or none",
+        "clocks strips the time of day from dates, dates removes today's date, NAME is a rule from the TOML file; "
+        "separated by commas, or none",
         metavar="RULES",
     )
-    log_words: bool = switch(
-        True, "quote in the log the few words at which a prompt diverges from the cache, if that cost tokens"
-    )
+    log_words: bool = switch(True, "quote in the log the few words at which a prompt diverges from the cache")
     show_text: bool = switch(
         False,
         "show the text of all prompts to the administrator on the page; otherwise every API key sees only its own",

@@ -57,7 +57,16 @@ class Said:
 
 def _spelled(arguments: Any) -> str:
     """One spelling for arguments that are equal."""
-    return json.dumps(arguments, sort_keys=True, separators=(",", ":"))
+    return json.dumps(_plain(arguments), sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """JavaScript has one kind of number, and writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def keys(salt: str, messages: Sequence[ChatMessage]) -> list[bytes]:

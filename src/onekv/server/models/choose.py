@@ -72,7 +72,8 @@ async def _wait(request: Request, models: Models, place: Place, early: EarlyStre
             pause = left if early is None else min(left, KEEP_ALIVE_S)
             await asyncio.wait({came, gone}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
             if early is not None and not (came.done() or gone.done()):
-                await early.say(f"{standing(place, models.queue())}; {models.loads.told(place.model)}")
+                told = f"{standing(place, models.queue())}; {models.loads.told(place.model)}"
+                await early.say(told, place.model.name)
     finally:
         gone.cancel()
         if (entry := journal.current.get()) is not None:

@@ -17,17 +17,27 @@ from .responses_schema import ResponsesBody
 class ResponseAnswer(Answer):
     fields: ClassVar = {"messages": "input", "response_format": "text.format"}
 
-    def __init__(self, backend: Backend, body: ResponsesBody, keep: Callable[[ChatMessage], None]) -> None:
-        """`keep` is called with what was said, when the response is whole."""
+    def __init__(
+        self,
+        backend: Backend,
+        body: ResponsesBody,
+        keep: Callable[[ChatMessage], None],
+        begun: tuple[str, int] | None = None,
+    ) -> None:
+        """`keep` is called with what was said, when the response is whole. `begun`: its id, and how many events the
+        client has, where it was told of the response before (`models/early.py`).
+        """
         self._keep = keep
         self._output = ResponseOutput(TokenTexts(backend))
         # What the client gets, as far as it is known.
         self.response = _empty(backend, body)
         # Frames written so far.
         self._number = 0
+        if begun is not None:
+            self.response["id"], self._number = begun
 
     def begin(self, prompt_tokens: int) -> Iterator[str]:
-        for kind in ("created", "in_progress"):
+        for kind in ("in_progress",) if self._number else ("created", "in_progress"):
             yield self._frame({"type": f"response.{kind}", "response": self.response})
 
     def add(self, index: int, delta: TypedDelta) -> Iterator[str]:
@@ -103,7 +113,7 @@ def _empty(backend: Backend, body: ResponsesBody) -> dict[str, Any]:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": body.effort, "summary": None},
         "store": body.store is not False,
         "temperature": backend.defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": described},

@@ -14,6 +14,7 @@ from ..call import ChatCall, ChatMessage
 from ..chat import prepare
 from ..errors import BadRequestError
 from ..models.choose import choose
+from ..models.early import EarlyStream
 from ..tools import OtherTool, check_choice, leave_out
 from .background import Background
 from .input_items import described
@@ -37,6 +38,9 @@ router = APIRouter(lifespan=_lifespan)
 async def create_response(body: ResponsesBody, request: Request) -> Response:
     if body.background and body.store is False:
         raise BadRequestError("a background response must be stored; omit store, or set it to true", "background")
+    early: EarlyStream = request.state.early
+    # The events of one that can be followed later are kept from the first on: none of them comes before that.
+    early.events = not body.background
     backend = await choose(request, body.model, stream=body.stream)
     store, salt = stored_responses(request.app), request.state.salt
     before = body.previous_response_id
@@ -49,7 +53,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         if body.store is not False:
             store.put(salt, stored)
 
-    answer = ResponseAnswer(backend, body, keep)
+    answer = ResponseAnswer(backend, body, keep, early.response)
     stored = Stored(answer.response, messages, described(body.input))
     if not body.background:
         return AnswerResponse(request, answer, prepared, body.stream)

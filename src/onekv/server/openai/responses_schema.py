@@ -12,10 +12,10 @@ from .schema import (
     GenerateBody,
     Parts,
     Result,
+    TemplateBody,
     TokenCount,
     ToolChoice,
     as_text,
-    template_effort,
     tool_tag,
 )
 
@@ -122,7 +122,7 @@ class Reasoning(Body):
     effort: Str | None = None
 
 
-class ResponsesBody(GenerateBody):
+class ResponsesBody(GenerateBody, TemplateBody):
     input: Annotated[
         Annotated[list[Item], Field(min_length=1)], BeforeValidator(_as_items, json_schema_input_type=str | list[Item])
     ]
@@ -158,10 +158,11 @@ class ResponsesBody(GenerateBody):
     def functions(self) -> list[FunctionTool]:
         return [tool for tool in self.tools or [] if isinstance(tool, FunctionTool)]
 
-    def template(self) -> dict[str, Any]:
-        """What the template is told."""
-        effort = self.reasoning.effort if self.reasoning is not None else None
-        return {} if effort is None else template_effort(effort)
+    @property
+    def effort(self) -> str | None:
+        """Named as in this API, or as in the chat's."""
+        given = self.reasoning.effort if self.reasoning is not None else None
+        return self.reasoning_effort if given is None else given
 
 
 def messages_of(items: list[Item]) -> list[dict[str, Any]]:

@@ -287,7 +287,26 @@ class GenerateBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatBody(GenerateBody):
+class TemplateBody(Body):
+    """What the template is told besides messages and tools."""
+
+    chat_template_kwargs: TemplateNames | None = None
+    reasoning_effort: Str | None = None
+    thinking_budget: int | None = Field(None, ge=0, le=2**31)
+
+    @property
+    def effort(self) -> str | None:
+        return self.reasoning_effort
+
+    def template(self) -> dict[str, Any]:
+        told = {} if self.effort is None else _template_effort(self.effort)
+        if self.thinking_budget is not None:
+            told["thinking_budget"] = self.thinking_budget
+        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
+        return told | given
+
+
+class ChatBody(GenerateBody, TemplateBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
@@ -300,9 +319,6 @@ class ChatBody(GenerateBody):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    chat_template_kwargs: TemplateNames | None = None
-    reasoning_effort: Str | None = None
-    thinking_budget: int | None = Field(None, ge=0, le=2**31)
 
     @property
     def legacy(self) -> bool:
@@ -313,16 +329,8 @@ class ChatBody(GenerateBody):
     def callable_functions(self) -> list[Function]:
         return [tool.function for tool in self.tools or [] if isinstance(tool, Tool)] + (self.functions or [])
 
-    def template(self) -> dict[str, Any]:
-        """What the template is told."""
-        effort = {} if self.reasoning_effort is None else template_effort(self.reasoning_effort)
-        if self.thinking_budget is not None:
-            effort["thinking_budget"] = self.thinking_budget
-        given = {name: value for name, value in (self.chat_template_kwargs or {}).items() if value is not None}
-        return effort | given
 
-
-def template_effort(effort: str) -> dict[str, Any]:
+def _template_effort(effort: str) -> dict[str, Any]:
     """An effort as templates know it: some by that name, some as a switch."""
     return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
