@@ -81,6 +81,22 @@ class Valkey:
         return sorted(name for name in self.client().keys("*") if name.endswith(b".safetensors"))
 
 
+class Cluster(Valkey):
+    """A cluster of one node."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder, "--cluster-enabled", "yes", "--cluster-port", str(free_port()), *options)
+        self.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        self.wait()
+
+    def url(self, timeout: str = SLOW, more: str = "") -> str:
+        return super().url(timeout, f"{more}&cluster=on")
+
+    def wait(self) -> None:
+        """Until it answers for its slots."""
+        until(lambda: b"cluster_state:ok" in self.client().execute_command("CLUSTER", "INFO"))
+
+
 def until(what: Callable[[], object]) -> None:
     """Wait until it is so."""
     end = time.monotonic() + PATIENCE

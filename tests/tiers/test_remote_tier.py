@@ -12,6 +12,7 @@ import pytest
 from remote_parts import (
     BLOCK,
     SLOW,
+    Cluster,
     Valkey,
     ask,
     flush,
@@ -85,10 +86,8 @@ def test_over_valkey_with_a_password_and_in_a_cluster(tmp_path, no_thread_dies):
     server = Valkey(tmp_path, password="of the store")
     begun_and_continued("llama", server.url().replace("of the store", "of%20the%20store"))
     server.stop()
-    server = Valkey(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    server.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-    until(lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO"))
-    begun_and_continued("llama", server.url(more="&cluster=on"))
+    server = Cluster(tmp_path)
+    begun_and_continued("llama", server.url())
     server.stop()
 
 
