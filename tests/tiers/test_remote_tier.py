@@ -198,6 +198,33 @@ def test_what_is_slower_than_computing_is_computed(folder):
         assert remote(llm).not_worth >= 1 and remote(llm).hits == 0
 
 
+def test_what_a_user_drops_stays_in_the_store_and_what_may_be_wrong_does_not(folder, tmp_path):
+    count = lambda: len(list((tmp_path / "shared").rglob("*-0.safetensors")))  # noqa: E731
+    prompt = prompt_of(1)
+    with llm_of(url=folder) as llm:
+        answer, _ = ask(llm, prompt)
+        flush(llm)
+        prefix, tier = llm.engine.prefix, llm.engine.prefix.tiers[-1]
+        first = next(node for node in prefix.index.nodes.values() if node.start == 0)
+        assert prefix.drop_node(first) == 10 and prefix.index.nodes == {}
+        # Whatever is to be removed is, before what comes after it is written.
+        ask(llm, prompt_of(2))
+        flush(llm)
+        assert count() == 18
+        # As for other servers, it is still there.
+        reading_is_worth_it(llm)
+        assert ask(llm, prompt) == (answer, 144)
+        node = next(node for node in prefix.index.nodes.values() if node.end == 144)
+        while node.children:
+            prefix._store.remove(next(iter(node.children.values())))
+        # A request failed.
+        prefix._store.discard(node)
+        ask(llm, prompt_of(3))
+        flush(llm)
+        until(lambda: count() == 18)
+        assert tier.stats().failed is None
+
+
 def test_another_secret_is_another_space(folder):
     with llm_of(url=folder) as llm:
         answer, _ = ask(llm, prompt_of(1))

@@ -238,9 +238,10 @@ class PrefixCache:
         return frozenset(path[-1].key for paths in self._pins.values() for path in paths if path)
 
     def drop_node(self, node: Node) -> int:
-        """Forget `node` and what continues it, in the colder tiers, too, unless it is in use or pinned.
+        """Forget `node` and what continues it, in this server's colder tiers, too, unless it is in use or pinned.
 
-        Returns how many nodes are gone. What continues it in a colder tier alone stays there.
+        Returns how many nodes are gone. What continues it in a colder tier alone stays there, and so does all that is
+        in a store that other servers read.
         """
         return self._store.drop(node)
 

@@ -135,10 +135,10 @@ class Offload:
         for tier in self.tiers:
             tier.touch(keys)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these nodes."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """Forget these nodes; what other servers read, too, only if it may be `wrong`."""
         for tier in self.tiers:
-            tier.drop(keys)
+            tier.drop(keys, wrong)
 
     def clear(self) -> None:
         for tier in self.tiers:

@@ -175,8 +175,8 @@ class Tier(Protocol):
     def computed(self, tokens: int, seconds: float) -> None:
         """So many tokens of prompts were computed in that time: what reading has to beat."""
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Forget these nodes."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """Forget these nodes. What other servers read, too, stays, unless it may be `wrong`."""
 
     def clear(self) -> None:
         """Forget everything of this model."""

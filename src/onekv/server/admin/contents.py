@@ -110,7 +110,7 @@ async def unpin(request: Request, body: NodeBody, asking: Asking) -> dict[str, i
 
 @router.post("/admin/cache/drop")
 async def drop(request: Request, body: NodeBody, asking: Asking) -> dict[str, int]:
-    """Drop this node and its continuations from memory and disk, except what is running or pinned."""
+    """Drop this node and its continuations from memory and disk, not from a shared store, except what is running or pinned."""
     return {"dropped_blocks": await _change(request, body, asking, lambda engine, node: engine.prefix.drop_node(node))}
 
 

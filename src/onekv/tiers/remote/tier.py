@@ -121,15 +121,15 @@ class RemoteTier:
             continue
         return buffer
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """What is in the store of these is removed there, too: it may be what is wrong."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """What may be wrong is removed from the store; else it stays there, as others use it, too."""
         parts = [(key, part) for key in keys for part in self._setup.images]
         with self._common.lock:
             self._lookups.forget(keys)
             self._writes.forget(parts)
             for key in keys:
                 self._uses.pop(key, None)
-            if self._setup.write != "off" and not self._common.closed:
+            if wrong and self._setup.write != "off" and not self._common.closed:
                 self._common.wrong += [self._setup.sealer.name(*part) for part in parts]
                 self._writes.work()
 
