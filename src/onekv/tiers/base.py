@@ -85,8 +85,7 @@ class TierStats:
     # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
     # Of tiers on other machines. How often it was paused; look-ups and transfers that took too long; hits that were not
-    # used, and look-ups that were not made, because computing is faster; parts that somebody wrote who does not know the
-    # secret.
+    # used, and look-ups that were not made, because computing is faster; parts written by somebody without the secret.
     pauses: int = 0
     late: int = 0
     not_worth: int = 0
