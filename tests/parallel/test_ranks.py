@@ -166,7 +166,9 @@ def test_a_rank_that_hangs_ends_the_other_after_the_step_limit(
         other = 1 - rank
         # Whichever is noticed first: that nothing comes from it, or that a pass does not end.
         assert ranks.processes[other].wait(timeout=120) == 70, ranks.err(other)
-        reason = rf"rank {other} of 2 exits: (rank {rank} has been silent for|a pass over 1 tokens takes) more than 15 s"
+        reason = (
+            rf"rank {other} of 2 exits: (rank {rank} has been silent for|a pass over 1 tokens takes) more than 15 s"
+        )
         assert re.search(reason, ranks.err(other)), ranks.err(other)
         ranks.processes[rank].send_signal(signal.SIGCONT)
         assert ranks.processes[rank].wait(timeout=120) == 70, ranks.err(rank)
