@@ -1,8 +1,10 @@
 """Real stores, as they are set up: with TLS, with little permission, slow, with several writers."""
 
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,50 @@ def test_no_permission_to_read(server, right, no_thread_dies):
         assert "'getrange'" in str(remote(llm).failed)
         server.client().execute_command("ACL", "SETUSER", "me", "+getrange")
         recovers(llm, prompt, right)
+
+
+class Skewed(BaseHTTPRequestHandler):
+    """S3 for a client whose clock is wrong; and an empty bucket for one whose clock is right again."""
+
+    wrong = True
+
+    def _answer(self, status: int) -> None:
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        text = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>RequestTimeTooSkewed</Code></Error>'
+        body = text if self.wrong else b""
+        self.send_response(403 if self.wrong else status)
+        self.send_header("content-length", str(len(body)))
+        self.send_header("etag", '"a"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self._answer(404)
+
+    def do_PUT(self) -> None:
+        self._answer(200)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_an_object_store_that_rejects_a_clock(monkeypatch, right, no_thread_dies):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Skewed)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = f"http://127.0.0.1:{server.server_port}"
+    known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ENDPOINT": where}
+    for name, value in known.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Skewed, "wrong", True)
+    with llm_of(url=f"s3://kv-blocks?timeout={SLOW}") as llm:
+        assert ask(llm, prompt_of(1))[0] == ask(right, prompt_of(1))[0]
+        until(lambda: remote(llm).failed)
+        assert str(remote(llm).failed).startswith("paused: ")
+        assert str(remote(llm).failed).endswith("403 Forbidden (RequestTimeTooSkewed)")
+        Skewed.wrong = False
+        until(lambda: remote(llm).failed is None)
+    server.shutdown()
+    server.server_close()
 
 
 def test_tls_and_a_certificate_that_nobody_has_signed(tmp_path, monkeypatch, right, no_thread_dies):
