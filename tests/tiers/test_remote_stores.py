@@ -1,5 +1,6 @@
 """Real stores, as they are set up: with TLS, with little permission, slow, with several writers."""
 
+import re
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from remote_parts import (
     SLOW,
+    Cluster,
     SlowLink,
     Valkey,
     ask,
@@ -168,4 +170,25 @@ def test_tls_and_a_certificate_that_nobody_has_signed(tmp_path, monkeypatch, rig
         assert remote(llm).writes == 9 and remote(llm).failed is None
     with llm_of(url=url) as llm:
         assert ask(llm, prompt_of(1)) == (ask(right, prompt_of(1))[0], 144)
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", [Valkey, Cluster])
+def test_the_permissions_of_the_documentation_are_enough(kind, tmp_path, right, no_thread_dies):
+    """docs/scale.md: in another database than 0, and in a cluster."""
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    (line,) = re.findall(r"^ACL SETUSER onekv (on >PASSWORD .*)$", page, re.MULTILINE)
+    server = kind(tmp_path)
+    server.client().execute_command("ACL", "SETUSER", "onekv", *line.split())
+    url = server.url().replace("://", "://onekv:PASSWORD@").replace("/0?", "/1?" if kind is Valkey else "/0?")
+    prompt = stored(url)
+    with llm_of(url=url) as llm:
+        assert ask(llm, prompt) == (ask(right, prompt)[0], 144)
+        assert remote(llm).failed is None
+    # What is wrong is removed.
+    store = opening._open_store(parse(url), 10.0)
+    store.put("onekv/wrong", memoryview(b"wrong"))
+    store.delete(["onekv/wrong"])
+    assert store.heads(["onekv/wrong"], 3) == [None]
+    store.close()
     server.stop()
