@@ -124,8 +124,8 @@ ENDLESS = """
 import sys
 import onekv
 from onekv import LLM
-model, disk = sys.argv[1:]
-llm = LLM(model, disk_cache=disk, disk_policy="write_through", kv_memory="1MiB", block_size=16)
+model, disk, limit = sys.argv[1:]
+llm = LLM(model, step_limit=float(limit), disk_cache=disk, disk_policy="write_through", kv_memory="1MiB", block_size=16)
 prompt = [j % 120 + 1 for j in range(70)]
 print("cached", llm.generate(prompt, 4, ignore_eos=True).cached_tokens, flush=True)
 llm.engine.prefix.tiers[0].flush()
@@ -143,10 +143,8 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("rank", "cached"), [(0, 0), (1, 64)])
 def test_a_rank_that_is_killed_ends_the_other(folders: Callable[..., str], disk: Path, rank: int, cached: int) -> None:
     """And the disk caches are whole: the next launch finds what this one has stored."""
-    with Ranks("-c", ENDLESS, folders("llama"), str(disk)) as ranks:
-        while "flushed" not in ranks.out(0):
-            assert [process.poll() for process in ranks.processes] == [None, None], ranks.err(0) + ranks.err(1)
-            time.sleep(0.05)
+    with Ranks("-c", ENDLESS, folders("llama"), str(disk), "300") as ranks:
+        _wait_for_endless(ranks)
         ranks.processes[rank].kill()
         other = 1 - rank
         assert ranks.processes[other].wait(timeout=120) == 70, ranks.err(other)
@@ -155,6 +153,31 @@ def test_a_rank_that_is_killed_ends_the_other(folders: Callable[..., str], disk:
     for each in range(2):
         report = verify(disk / f"rank-{each}-of-2")
         assert report.checked > 0 and report.corrupt == report.missing == 0, report
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_ends_the_other_after_the_step_limit(
+    folders: Callable[..., str], tmp_path: Path, rank: int
+) -> None:
+    """And ends, too, if it ever continues."""
+    with Ranks("-c", ENDLESS, folders("llama"), str(tmp_path / "kv"), "15") as ranks:
+        _wait_for_endless(ranks)
+        ranks.processes[rank].send_signal(signal.SIGSTOP)
+        other = 1 - rank
+        # Whichever is noticed first: that nothing comes from it, or that a pass does not end.
+        assert ranks.processes[other].wait(timeout=120) == 70, ranks.err(other)
+        reason = (
+            rf"rank {other} of 2 exits: (rank {rank} has been silent for|a pass over 1 tokens takes) more than 15 s"
+        )
+        assert re.search(reason, ranks.err(other)), ranks.err(other)
+        ranks.processes[rank].send_signal(signal.SIGCONT)
+        assert ranks.processes[rank].wait(timeout=120) == 70, ranks.err(rank)
+
+
+def _wait_for_endless(ranks: Ranks) -> None:
+    while "flushed" not in ranks.out(0):
+        assert [process.poll() for process in ranks.processes] == [None, None], ranks.err(0) + ranks.err(1)
+        time.sleep(0.05)
 
 
 def test_the_program_of_the_documentation(folders: Callable[..., str]) -> None:

@@ -251,7 +251,8 @@ def test_it_comes_back_after_a_restart(browser: Any, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     tables = {name: {"model": save_tiny(tmp_path / name, seed)} for seed, name in enumerate(("one", "two"))}
-    first = start_server("--port", port, "--kv-memory", "32MiB", "--model", tables["one"]["model"], keys=[])
+    shared = ["--remote-tier", f"file://{tmp_path}/shared"]
+    first = start_server("--port", port, "--kv-memory", "32MiB", "--model", tables["one"]["model"], *shared, keys=[])
     page = Opened(browser, first.url, viewport={"width": 390, "height": 844})
     page.page.wait_for_selector("[data-state=live]")
     # On a phone, nothing is wider than the screen.
@@ -259,6 +260,9 @@ def test_it_comes_back_after_a_restart(browser: Any, tmp_path: Path) -> None:
     page.send("Hello.")
     page.answered()
     page.page.wait_for_selector(".tree tbody tr")
+    # What a shared store holds is not known here.
+    assert page.page.locator(".tier .note").inner_text().startswith("0 B read, ")
+    assert page.page.locator(".tier .bar").count() == 0
     stop_server(first)
     page.page.wait_for_selector("[data-state=lost]")
     second = start_several(tmp_path, tables, "--port", port)

@@ -38,7 +38,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def two(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("two")
     tables: dict[str, dict[str, Any]] = {RED: {"model": tiny}, BLUE: {"model": save_tiny(folder / "blue", 1)}}
-    server = start_several(folder, tables, "--disk-cache", str(folder / "disk"), "--disk-limit", "1GB")
+    tiers = ["--disk-cache", str(folder / "disk"), "--disk-limit", "1GB", "--remote-tier", f"file://{folder}/shared"]
+    server = start_several(folder, tables, *tiers)
     yield server
     assert "Traceback" not in stop_server(server)
 
@@ -87,7 +88,11 @@ def test_memory_reuse_tiers_and_models_fit_into_a_small_terminal(two: Server) ->
             *("memory", "weights", "KV in use", "KV cached", "KV free", "process")
         ]
         assert "of the 1.17 GiB budget" in text(app, "memory")
-        assert "hits 1 (" in text(app, "reuse") and "disk" in text(app, "tiers")
+        assert "hits 1 (" in text(app, "reuse")
+        disk, remote = text(app, "tiers").splitlines()
+        assert " disk " in disk and " of 953.67 MiB; read 0 B" in disk
+        # What a shared store holds is not known here.
+        assert remote.strip().startswith("remote: read 0 B") and " of " not in remote
         assert [row[:3] for row in table(app, "models")] == [[RED, "loaded", "lru"], [BLUE, "loaded", "lru"]]
         assert "2 of 2 models loaded" in text(app, "status")
         # All of it is on the screen, with some room for requests.

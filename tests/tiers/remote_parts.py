@@ -5,8 +5,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,60 @@ class Valkey:
         return sorted(name for name in self.client().keys("*") if name.endswith(b".safetensors"))
 
 
+class Cluster(Valkey):
+    """A cluster of one node."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        super().__init__(folder, "--cluster-enabled", "yes", "--cluster-port", str(free_port()), *options)
+        self.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        self.wait()
+
+    def url(self, timeout: str = SLOW, more: str = "") -> str:
+        return super().url(timeout, f"{more}&cluster=on")
+
+    def wait(self) -> None:
+        """Until it answers for its slots."""
+        until(lambda: b"cluster_state:ok" in self.client().execute_command("CLUSTER", "INFO"))
+
+
+class SlowLink:
+    """A proxy in front of a server on this machine: all that a client sends arrives `seconds` later."""
+
+    def __init__(self, port: int, seconds: float = 0.0) -> None:
+        self.seconds, self._to = seconds, port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        with client, suppress(OSError), socket.create_connection(("127.0.0.1", self._to)) as server:
+            back = threading.Thread(target=self._copy, args=(server, client), daemon=True)
+            back.start()
+            self._copy(client, server, slow=True)
+            back.join()
+
+    def _copy(self, source: socket.socket, target: socket.socket, slow: bool = False) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**20):
+                if slow:
+                    time.sleep(self.seconds)
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        # A thread that waits for a connection does not see that the socket was closed.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
 def until(what: Callable[[], object]) -> None:
     """Wait until it is so."""
     end = time.monotonic() + PATIENCE
@@ -93,6 +150,27 @@ def until(what: Callable[[], object]) -> None:
                 raise
         assert time.monotonic() < end, "it does not become true"
         time.sleep(0.01)
+
+
+@contextmanager
+def object_store() -> Iterator[tuple[dict[str, str], Any]]:
+    """An S3 server with a bucket, kv-blocks: the variables by which it is found, and a client of it."""
+    pytest.importorskip("moto.server", reason="there is no S3 server: pip install 'moto[s3]' flask flask-cors")
+    import boto3
+
+    where = f"http://127.0.0.1:{(port := free_port())}"
+    known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ENDPOINT": where}
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        client = boto3.client(
+            "s3", endpoint_url=where, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+        )
+        until(lambda: client.create_bucket(Bucket="kv-blocks"))
+        yield known, client
+    finally:
+        server.kill()
+        server.wait()
 
 
 def llm_of(model: str | nn.Module = "llama", url: str | None = None, **settings: object) -> LLM:

@@ -9,16 +9,31 @@ import argparse
 import random
 import signal
 import tempfile
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
 
 # isort: split
-from remote_parts import Valkey, ask, flush, llm_of, prompt_of, reading_is_worth_it, remote, until
+from remote_parts import (
+    BLOCK,
+    SECRET,
+    SlowLink,
+    Valkey,
+    ask,
+    flush,
+    llm_of,
+    prompt_of,
+    reading_is_worth_it,
+    remote,
+    until,
+)
 from tqdm import tqdm
 
 from onekv.tiers.remote import health
+from onekv.tiers.remote.seal import SEAL, Sealer
 
 TIMEOUT = "300ms"
 
@@ -43,6 +58,44 @@ def damage(valkey: Valkey, chance: random.Random) -> None:
         client.set(name, bytes(value))
 
 
+def forge(valkey: Valkey, chance: random.Random) -> None:
+    """Other content, sealed by who knows all but the secret."""
+    client, names = valkey.client(), valkey.names()
+    for name in chance.sample(names, min(len(names), 5)):
+        value = bytearray(client.get(name) or b"")
+        if len(value) > SEAL + 64:
+            value[-SEAL - 64 : -SEAL] = chance.randbytes(64)
+            Sealer(name.decode().split("/")[2], "not " + SECRET, BLOCK).seal(name.decode(), memoryview(value))
+            client.set(name, bytes(value))
+
+
+class Writer:
+    """Another writer of the same blocks: removes some and puts them again, over and over, while others write them."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, valkey: Valkey, chance: random.Random) -> None:
+        client, chance = valkey.client(), random.Random(chance.random())
+        self._over.clear()
+
+        def write() -> None:
+            blocks = {name: value for name in valkey.names() if (value := client.get(name)) is not None}
+            while blocks and not self._over.wait(0.001):
+                name = chance.choice(list(blocks))
+                client.delete(name)
+                client.set(name, blocks[name], nx=True)
+
+        self._thread = threading.Thread(target=write)
+        self._thread.start()
+
+    def end(self, valkey: Valkey) -> None:
+        assert self._thread is not None
+        self._over.set()
+        self._thread.join()
+
+
 def restart(valkey: Valkey) -> None:
     valkey.stop()
     valkey.start()
@@ -50,9 +103,12 @@ def restart(valkey: Valkey) -> None:
 
 # What happens, and what ends it.
 Fault = tuple[Callable[[Valkey, random.Random], object], Callable[[Valkey], object]]
+WRITER = Writer()
 FAULTS: dict[str, Fault] = {
     "nothing": (lambda valkey, chance: None, lambda valkey: None),
     "damage": (damage, lambda valkey: None),
+    "forged": (forge, lambda valkey: None),
+    "another writer": (WRITER.begin, WRITER.end),
     "killed": (lambda valkey, chance: valkey.stop(), lambda valkey: valkey.start()),
     "restarted": (lambda valkey, chance: restart(valkey), lambda valkey: None),
     "hangs": (lambda valkey, chance: valkey.signal(signal.SIGSTOP), lambda valkey: valkey.signal(signal.SIGCONT)),
@@ -65,24 +121,32 @@ FAULTS: dict[str, Fault] = {
         lambda valkey, chance: valkey.client().config_set("requirepass", "another"),
         lambda valkey: valkey.client("another").config_set("requirepass", ""),
     ),
-    "slow": (
+    "stalls": (
         lambda valkey, chance: valkey.client().execute_command("CLIENT", "PAUSE", 2000, "ALL"),
         lambda valkey: until(lambda: valkey.client().ping()),
     ),
 }
 
 
-def rounds(valkey: Valkey, seed: int, count: int, progress: bool = False) -> int:
-    """So many rounds; raises if anything is wrong."""
+def rounds(valkey: Valkey, seed: int, count: int, progress: bool = False) -> Counter[str]:
+    """So many rounds; raises if anything is wrong. How often each fault came, and what both tiers counted."""
+    happened: Counter[str] = Counter()
     # A round takes seconds, not minutes.
     health.FIRST_PAUSE, health.LONGEST_PAUSE = 0.2, 1.0
     chance = random.Random(seed)
-    url = valkey.url(TIMEOUT)
+    link = SlowLink(valkey.port)
+    faults: dict[str, Fault] = {
+        **FAULTS,
+        # Every call takes two seconds.
+        "slow": (lambda valkey, chance: setattr(link, "seconds", 2.0), lambda valkey: setattr(link, "seconds", 0.0)),
+    }
+    url = valkey.url(TIMEOUT).replace(str(valkey.port), str(link.port))
     chats = [prompt_of(number, 80) for number in range(4)]
     with llm_of(url=url) as first, llm_of(url=url) as second, llm_of(prefix_cache=False) as alone:
         for number in tqdm(range(count), disable=None if progress else True, unit="round"):
-            name = chance.choice(list(FAULTS))
-            begin, end = FAULTS[name]
+            name = chance.choice(list(faults))
+            begin, end = faults[name]
+            happened[name] += 1
             before = chance.random() < 0.5
             if before:
                 begin(valkey, chance)
@@ -114,7 +178,11 @@ def rounds(valkey: Valkey, seed: int, count: int, progress: bool = False) -> int
             return ask(second, prompt, 2)[1] >= 96
 
         until(shared)
-    return count
+        # So that rounds in which nothing was found out do not pass for good ones.
+        for what in ("hits", "corrupt", "forged", "pauses", "late"):
+            happened[f"({what})"] = sum(getattr(remote(llm), what) for llm in (first, second))
+    link.close()
+    return happened
 
 
 if __name__ == "__main__":
@@ -125,6 +193,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         server = Valkey(Path(folder))
         try:
-            print(f"{rounds(server, arguments.seed, arguments.rounds, progress=True)} rounds, nothing wrong")
+            counts = rounds(server, arguments.seed, arguments.rounds, progress=True)
+            print(f"{arguments.rounds} rounds, nothing wrong: {', '.join(f'{n} {what}' for what, n in counts.items())}")
         finally:
             server.stop()

@@ -12,6 +12,7 @@ import remote_rounds
 from remote_parts import (
     SECRET,
     SLOW,
+    Cluster,
     Valkey,
     ask,
     flush,
@@ -23,8 +24,10 @@ from remote_parts import (
 )
 
 from onekv import LLM
-from onekv.tiers.remote import health
+from onekv.tiers.remote import health, opening
 from onekv.tiers.remote.seal import SEAL, Sealer
+from onekv.tiers.remote.stores import Trouble
+from onekv.tiers.remote.url import parse
 
 
 @pytest.fixture
@@ -97,6 +100,37 @@ def test_a_store_that_is_not_there_at_the_start(valkey, right):
         with llm_of(url=valkey.url()) as other:
             ask(other, prompt_of(2))
         recovers(llm, prompt_of(2), right)
+
+
+def test_a_cluster_that_is_killed(tmp_path, right, caplog, no_thread_dies):
+    """Before it was ever asked, and after: all that a store raises is `Trouble`."""
+    cluster = Cluster(tmp_path)
+    place = parse(cluster.url())
+    asked, new = (opening._open_store(place, 2.0) for _ in range(2))
+    assert asked.heads(["onekv/none"], 3) == [None]
+    prompt = stored(cluster.url())
+    with llm_of(url=cluster.url(timeout="2s")) as llm:
+        until(lambda: remote(llm).latency)
+        cluster.stop()
+        for store in (asked, new):
+            for ask_it in (
+                lambda store=store: store.heads(["onekv/a", "onekv/b"], 3),
+                lambda store=store: store.get("onekv/a", 3),
+                lambda store=store: store.put("onekv/a", memoryview(b"abc")),
+                lambda store=store: store.delete(["onekv/a"]),
+            ):
+                with pytest.raises(Trouble):
+                    ask_it()
+            store.close()
+        assert ask(llm, prompt)[0] == ask(right, prompt)[0]
+        until(lambda: "paused" in str(remote(llm).failed))
+        assert not any("should not happen" in record.getMessage() for record in caplog.records)
+        cluster.start()
+        cluster.wait()
+        with llm_of(url=cluster.url()) as other:
+            ask(other, prompt)
+        recovers(llm, prompt, right)
+    cluster.stop()
 
 
 def test_a_store_that_hangs(valkey, right, no_thread_dies):
@@ -251,4 +285,5 @@ def test_some_random_rounds(valkey, monkeypatch):
     # The script changes these.
     for name in ("FIRST_PAUSE", "LONGEST_PAUSE"):
         monkeypatch.setattr(health, name, getattr(health, name))
-    assert remote_rounds.rounds(valkey, seed=7, count=6) == 6
+    happened = remote_rounds.rounds(valkey, seed=7, count=6)
+    assert sum(n for what, n in happened.items() if not what.startswith("(")) == 6 and happened["(hits)"] > 0

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.nn as nn
@@ -12,11 +11,13 @@ import pytest
 from remote_parts import (
     BLOCK,
     SLOW,
+    Cluster,
+    SlowLink,
     Valkey,
     ask,
     flush,
-    free_port,
     llm_of,
+    object_store,
     prompt_of,
     reading_is_worth_it,
     remote,
@@ -24,10 +25,10 @@ from remote_parts import (
 )
 
 from onekv import LLM
+from onekv.engine import Request
 from onekv.errors import SettingError
 from onekv.prefix import loading
 from onekv.tiers.remote import opening
-from onekv.tiers.remote.url import parse
 from stock import small_llama
 
 
@@ -85,32 +86,18 @@ def test_over_valkey_with_a_password_and_in_a_cluster(tmp_path, no_thread_dies):
     server = Valkey(tmp_path, password="of the store")
     begun_and_continued("llama", server.url().replace("of the store", "of%20the%20store"))
     server.stop()
-    server = Valkey(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
-    server.client().execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-    until(lambda: b"cluster_state:ok" in server.client().execute_command("CLUSTER", "INFO"))
-    begun_and_continued("llama", server.url(more="&cluster=on"))
+    server = Cluster(tmp_path)
+    begun_and_continued("llama", server.url())
     server.stop()
 
 
 def test_over_an_object_store(monkeypatch, no_thread_dies):
-    pytest.importorskip("moto.server", reason="there is no S3 server: pip install 'moto[s3]' flask flask-cors")
-    import boto3
-
-    where = f"http://127.0.0.1:{(port := free_port())}"
-    known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ENDPOINT": where}
-    for name, value in known.items():
-        monkeypatch.setenv(name, value)
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        client = boto3.client("s3", endpoint_url=where, region_name="us-east-1")
-        until(lambda: client.create_bucket(Bucket="kv-blocks"))
+    with object_store() as (known, client):
+        for name, value in known.items():
+            monkeypatch.setenv(name, value)
         begun_and_continued("llama", f"s3://kv-blocks/some/where?timeout={SLOW}")
         names = [each["Key"] for each in client.list_objects_v2(Bucket="kv-blocks")["Contents"]]
         assert all(name.startswith("some/where/onekv/") for name in names)
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_what_is_in_the_store_is_the_file_of_the_disk_cache(tmp_path, folder):
@@ -168,26 +155,6 @@ def test_a_queue_that_is_small_takes_all_of_it_in_the_end(folder, tmp_path):
     assert len(list((tmp_path / "shared").rglob("*-0.safetensors"))) == 25
 
 
-@pytest.mark.parametrize("kind", ["valkey", "file"])
-def test_of_two_writers_of_the_same_block_one_writes_it(kind, request):
-    url = request.getfixturevalue("valkey").url() if kind == "valkey" else request.getfixturevalue("folder")
-    place = parse(url)
-    stores = [opening._open_store(place, 10.0) for _ in range(4)]
-    with ThreadPoolExecutor(4) as threads:
-        for number in range(10):
-            put = [
-                threads.submit(s.put, f"onekv/{number}", memoryview(bytes([i]) * 9000)) for i, s in enumerate(stores)
-            ]
-            (winner,) = [i for i, each in enumerate(put) if each.result()]
-            value = stores[0].get(f"onekv/{number}", 10000)
-            assert value is not None and bytes(value) == bytes([winner]) * 9000
-    assert stores[0].heads(["onekv/0", "onekv/none"], 3)[1] is None
-    stores[0].delete(["onekv/0", "onekv/none"])
-    assert stores[1].get("onekv/0", 10) is None
-    for store in stores:
-        store.close()
-
-
 def test_what_is_slower_than_computing_is_computed(folder):
     with llm_of(url=folder) as llm:
         answer, _ = ask(llm, prompt_of(1))
@@ -197,6 +164,33 @@ def test_what_is_slower_than_computing_is_computed(folder):
         until(lambda: remote(llm).latency)
         assert ask(llm, prompt_of(1)) == (answer, 0)
         assert remote(llm).not_worth >= 1 and remote(llm).hits == 0
+
+
+def test_what_a_user_drops_stays_in_the_store_and_what_may_be_wrong_does_not(folder, tmp_path):
+    count = lambda: len(list((tmp_path / "shared").rglob("*-0.safetensors")))  # noqa: E731
+    prompt = prompt_of(1)
+    with llm_of(url=folder) as llm:
+        answer, _ = ask(llm, prompt)
+        flush(llm)
+        prefix, tier = llm.engine.prefix, llm.engine.prefix.tiers[-1]
+        first = next(node for node in prefix.index.nodes.values() if node.start == 0)
+        assert prefix.drop_node(first) == 10 and prefix.index.nodes == {}
+        # Whatever is to be removed is, before what comes after it is written.
+        ask(llm, prompt_of(2))
+        flush(llm)
+        assert count() == 18
+        # As for other servers, it is still there.
+        reading_is_worth_it(llm)
+        assert ask(llm, prompt) == (answer, 144)
+        node = next(node for node in prefix.index.nodes.values() if node.end == 144)
+        while node.children:
+            prefix._store.remove(next(iter(node.children.values())))
+        # A request failed.
+        prefix._store.discard(node)
+        ask(llm, prompt_of(3))
+        flush(llm)
+        until(lambda: count() == 18)
+        assert tier.stats().failed is None
 
 
 def test_another_secret_is_another_space(folder):
@@ -209,20 +203,31 @@ def test_another_secret_is_another_space(folder):
         assert ask(llm, prompt_of(1)) == (answer, 144)
 
 
-def test_others_are_decoded_while_one_is_loading(folder):
-    with llm_of(url=folder) as llm:
-        ask(llm, prompt_of(1, 600), 1)
-    with llm_of(url=folder) as llm:
+def test_others_are_decoded_while_one_is_loading(valkey):
+    prompt, other = prompt_of(1, 600), prompt_of(2, 20)
+    with llm_of(url=valkey.url()) as llm:
+        ask(llm, prompt, 1)
+    # Each block is on its way for longer than a step takes.
+    link = SlowLink(valkey.port, 0.05)
+    with llm_of(url=valkey.url().replace(str(valkey.port), str(link.port))) as llm, llm_of() as alone:
         reading_is_worth_it(llm)
-        talker = llm.stream(prompt_of(2, 20), 30, temperature=0.0)
-        next(talker, None)
-        loaded = llm.generate(prompt_of(1, 600), 4, temperature=0.0)
-        for _ in talker:
-            pass
-        assert loaded.cached_tokens == 592
-        with llm_of() as alone:
-            assert list(talker.completion.tokens) == ask(alone, prompt_of(2, 20), 30)[0]
-            assert list(loaded.tokens) == ask(alone, prompt_of(1, 600), 4)[0]
+        engine, talker, loader = llm.engine, Request(other, 300), Request(prompt, 4)
+        engine.submit(talker)
+        while not talker.tokens:
+            engine.step()
+        engine.submit(loader)
+        while loader.state != "loading":
+            engine.step()
+        before = len(talker.tokens)
+        while loader.state == "loading":
+            during = len(talker.tokens)
+            engine.step()
+        assert during > before
+        while not engine.idle:
+            engine.step()
+        assert loader.cached_tokens == 592
+        assert (list(talker.tokens), list(loader.tokens)) == (ask(alone, other, 300)[0], ask(alone, prompt, 4)[0])
+    link.close()
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])

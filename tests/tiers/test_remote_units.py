@@ -182,6 +182,41 @@ def test_writes_keep_to_bytes_and_operations_per_second():
 # The tier, with its threads' steps made by hand
 
 
+def test_what_is_computed_before_the_store_would_have_answered_is_not_looked_up():
+    clock, store = SimClock(), SimStore(Faults(), SimClock())
+
+    def tier_of(timeout: float | None) -> RemoteTier:
+        sealer = Sealer("m" * 32, None, BLOCK)
+        setup = Setup(store, "a store", sealer, {0: image(4096)}, BLOCK, {0: None}, timeout, "all", clock, False)
+        tier = RemoteTier(setup, 10**6, 10**6, 1e9)
+        while tier.work():
+            continue
+        return tier
+
+    keys = [address(number).key for number in range(100)]
+    tier = tier_of(None)
+    # Before anything was measured.
+    assert tier.find(keys[:1]) is None
+    while tier.work():
+        continue
+    assert tier.find(keys[:1]) == {} and tier.stats().not_worth == 0
+    # A block takes a second, of which 5 % are less than an answer takes: twenty blocks are worth one.
+    tier._common.pace.latency = 0.9
+    tier.computed(BLOCK, 1.0)
+    assert tier.find(keys[:17]) == {} and not tier.work() and tier.stats().not_worth == 1
+    assert tier.find(keys[:19]) is None and tier.work()
+    # What has just been answered is known without a look-up.
+    tier._common.pace.latency = 0.9
+    assert tier.find(keys[:17]) == {} and tier.stats().not_worth == 1
+    # Whoever says how long a look-up may take wants it.
+    tier.close()
+    tier = tier_of(60.0)
+    tier._common.pace.latency = 0.9
+    tier.computed(BLOCK, 1.0)
+    assert tier.find(keys[:1]) is None
+    tier.close()
+
+
 def test_what_is_expected_while_the_store_is_paused_comes_when_it_is_in_use_again():
     clock, store = SimClock(), SimStore(Faults(), SimClock())
     kinds = {0: image(4096)}

@@ -108,7 +108,7 @@ class DictTier:
     def computed(self, tokens: int, seconds: float) -> None:
         self.counts["computed"] += tokens
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
         self.nodes = {key: node for key, node in self.nodes.items() if key not in keys}
         self.parts = {(key, part): data for (key, part), data in self.parts.items() if key not in keys}
 

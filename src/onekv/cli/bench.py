@@ -36,6 +36,7 @@ def define(command: argparse.ArgumentParser) -> None:
     _define_decode(benches)
     _define_reuse(benches)
     _define_disk(benches)
+    _define_remote(benches)
     _define_index(benches)
     _define_quality(benches)
     _define_formats(benches)
@@ -172,6 +173,15 @@ def _define_disk(benches: Any) -> None:
         "where to create the temporary disk cache, to measure that disk; default: the system's temporary folder"
     )
     command.add_argument("--folder", metavar="DIR", help=folder_help)
+    _add_common(command)
+
+
+def _define_remote(benches: Any) -> None:
+    text = "first token from a shared store compared with computing, and decode speed while that store fails"
+    example = "onekv bench remote --tokens 4000 --rounds 3 --json result.json"
+    command = _add(benches, "remote", text, example, {"redis": "'onekv[remote]'"})
+    _add_formats(command)
+    add_count(command, "--tokens", 4000, "tokens", "of the conversation")
     _add_common(command)
 
 

@@ -117,7 +117,7 @@ class RankedTier:
     def computed(self, tokens: int, seconds: float) -> None:
         self._tier.computed(tokens, seconds)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
         self._links.tell("forget", keys=[key.hex() for key in keys])
         self._tier.drop(keys)
 

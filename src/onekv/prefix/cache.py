@@ -238,9 +238,10 @@ class PrefixCache:
         return frozenset(path[-1].key for paths in self._pins.values() for path in paths if path)
 
     def drop_node(self, node: Node) -> int:
-        """Drop `node` and its continuations, in the colder tiers, too, unless in use or pinned.
+        """Drop `node` and its continuations, in this server's colder tiers, too, unless in use or pinned.
 
-        Returns how many nodes are gone. Continuations that are only in a colder tier stay there.
+        Returns how many nodes are gone. Continuations that are only in a colder tier stay there, and so does everything
+        in a store that other servers read.
         """
         return self._store.drop(node)
 

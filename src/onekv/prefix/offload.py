@@ -135,10 +135,10 @@ class Offload:
         for tier in self.tiers:
             tier.touch(keys)
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Drop these nodes."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """Drop these nodes; from a store that other servers read, only if they may be `wrong`."""
         for tier in self.tiers:
-            tier.drop(keys)
+            tier.drop(keys, wrong)
 
     def clear(self) -> None:
         for tier in self.tiers:

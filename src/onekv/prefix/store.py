@@ -172,7 +172,7 @@ class Store:
             node = parent
 
     def discard(self, node: Node) -> None:
-        """Drop `node` and those before it that nobody else uses or continues, in the colder tiers, too."""
+        """Drop `node` and those before it that nobody else uses or continues, in all tiers: it may be wrong."""
         keys = []
         while node.parent is not None and self.removable(node):
             parent = node.parent
@@ -180,10 +180,10 @@ class Store:
             self.remove(node)
             node = parent
         self.used(node)
-        self.offload.drop(keys)
+        self.offload.drop(keys, wrong=True)
 
     def drop(self, node: Node) -> int:
-        """Drop `node` and its continuations, except for what is in use or pinned, in the colder tiers, too."""
+        """Drop `node` and its continuations, except for what is in use or pinned, in this server's tiers, too."""
         below = [node]
         for each in below:
             below.extend(each.children.values())

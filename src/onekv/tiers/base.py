@@ -84,8 +84,8 @@ class TierStats:
     queued_bytes: int
     # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
-    # Remote tiers only: how often it was paused; lookups and transfers that took too long; hits that were not used
-    # because computing is faster; parts written by somebody who does not know the secret.
+    # Remote tiers only: how often it was paused; lookups and transfers that took too long; hits that were not used,
+    # and lookups that were skipped, because computing is faster; parts written by somebody without the secret.
     pauses: int = 0
     late: int = 0
     not_worth: int = 0
@@ -173,8 +173,8 @@ class Tier(Protocol):
     def computed(self, tokens: int, seconds: float) -> None:
         """This many prompt tokens were computed in that time: the speed that reading has to beat."""
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """Drop these nodes."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """Drop these nodes. In a store that other servers read they stay, unless they may be `wrong`."""
 
     def clear(self) -> None:
         """Drop everything of this model."""

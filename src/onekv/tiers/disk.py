@@ -284,7 +284,7 @@ class DiskTier:
     def computed(self, tokens: int, seconds: float) -> None:
         """Reading a disk beats computing."""
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
         if keys and not self._closed:
             self._writer.drop([(key, part) for key in keys for part in self._images])
 

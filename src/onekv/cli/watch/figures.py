@@ -129,8 +129,9 @@ def _tier(name: str, rows: list[dict[str, Any]]) -> str:
     rate = f" at {format_size(read / seconds)}/s" if seconds > 0 else ""
     queued = sum(row["queued_bytes"] for row in rows)
     waiting = f", {format_size(queued)} queued" if queued else ""
-    held = f"{name} {format_size(first['bytes'])} of {format_size(first['limit'])}"
-    return f"{held}; read {format_size(read)}{rate}; written {format_size(written)}{waiting}"
+    # A tier without a limit of its own does not know what it has.
+    held = f" {format_size(first['bytes'])} of {format_size(first['limit'])};" if first["limit"] else ":"
+    return f"{name}{held} read {format_size(read)}{rate}; written {format_size(written)}{waiting}"
 
 
 def several(snapshot: Snapshot) -> bool:

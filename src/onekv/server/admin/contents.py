@@ -110,7 +110,10 @@ async def unpin(request: Request, body: NodeBody, asking: Asking) -> dict[str, i
 
 @router.post("/admin/cache/drop")
 async def drop(request: Request, body: NodeBody, asking: Asking) -> dict[str, int]:
-    """Drop this node and its continuations from memory and disk, except what is running or pinned."""
+    """Drop this node and its continuations, except what is running or pinned, from memory and disk.
+
+    A store that other servers read keeps them.
+    """
     return {"dropped_blocks": await _change(request, body, asking, lambda engine, node: engine.prefix.drop_node(node))}
 
 

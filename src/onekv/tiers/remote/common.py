@@ -122,6 +122,15 @@ class Common:
         compute = self.pace.compute(tokens)
         return LOOK_UNKNOWN if compute is None else min(max(LOOK_SHARE * compute, LOOK_LEAST), LOOK_MOST)
 
+    def too_short(self, tokens: int) -> bool:
+        """Whether so few tokens are computed so fast that an answer alone would take more than its share of that. The
+        lock is held.
+        """
+        compute, latency = self.pace.compute(tokens), self.pace.latency
+        if self.setup.timeout is not None or compute is None or latency is None:
+            return False
+        return latency > LOOK_SHARE * compute
+
     def patience(self, size: int) -> float:
         """How long one transfer of that size may take. The lock is held."""
         return max(self.setup.timeout or LOOK_MOST, 4 * self.pace.transfer(size))

@@ -45,6 +45,9 @@ class Lookups:
                 return {}
             question = self._questions.get(asked)
             if question is None and not all(self._fresh(key) for key in asked):
+                if common.too_short(len(asked) * self._setup.block_tokens):
+                    common.counts.not_worth += 1
+                    return {}
                 question = self._questions[asked] = Question(asked, self._common.now())
                 self._threads.do(lambda question=question: self._run(question))  # type: ignore[misc]
             if question is not None:

@@ -1,6 +1,7 @@
 """Object stores and shared folders, by obstore."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,8 @@ from .url import Place
 
 # Questions to an object store at once.
 AT_ONCE = 32
+# What S3 says is wrong.
+_CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 class ObjectStore:
@@ -43,9 +46,9 @@ class ObjectStore:
         try:
             yield
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise Trouble(_first_line(error), refused=True) from error
+            raise Trouble(_reason(error), refused=True) from error
         except (errors.BaseError, OSError) as error:
-            raise Trouble(_first_line(error)) from error
+            raise Trouble(_reason(error)) from error
 
     def heads(self, names: Sequence[str], size: int) -> list[bytes | None]:
         with self._asking():
@@ -78,7 +81,7 @@ class ObjectStore:
                 return False
             except OSError as error:
                 # A folder that is full or not ours to write to can still be read.
-                raise Trouble(_first_line(error), refused=True) from error
+                raise Trouble(_reason(error), refused=True) from error
         return True
 
     def delete(self, names: Sequence[str]) -> None:
@@ -93,5 +96,8 @@ class ObjectStore:
         """It holds nothing that has to be closed."""
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    """Its first line, and of an answer in XML the code alone."""
+    text, _, answer = str(error).partition("<?xml")
+    code = _CODE.search(answer)
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(".: ") + (f" ({code[1]})" if code else "")

@@ -121,15 +121,15 @@ class RemoteTier:
             continue
         return buffer
 
-    def drop(self, keys: Sequence[bytes]) -> None:
-        """These are also removed from the store: they may be wrong."""
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        """Removed from the store only if they may be wrong: other servers use it, too."""
         parts = [(key, part) for key in keys for part in self._setup.images]
         with self._common.lock:
             self._lookups.forget(keys)
             self._writes.forget(parts)
             for key in keys:
                 self._uses.pop(key, None)
-            if self._setup.write != "off" and not self._common.closed:
+            if wrong and self._setup.write != "off" and not self._common.closed:
                 self._common.wrong += [self._setup.sealer.name(*part) for part in parts]
                 self._writes.work()
 

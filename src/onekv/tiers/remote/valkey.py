@@ -57,7 +57,8 @@ class ValkeyStore:
         except errors.ResponseError as error:
             # A disk that is full at the server's side comes as one of these.
             raise Trouble(_first_line(error), refused=str(error).startswith(("MISCONF", "OOM"))) from error
-        except (errors.RedisError, OSError) as error:
+        except (errors.RedisError, errors.RedisClusterException, OSError) as error:
+            # What concerns a cluster as a whole is not a RedisError.
             raise Trouble(_first_line(error)) from error
 
     def heads(self, names: Sequence[str], size: int) -> list[bytes | None]:

@@ -96,9 +96,9 @@ export function Tiers({ models }) {
         (tier) => html`
           <div class="tier" key=${tier.model + tier.name}>
             <p><b>${tier.name}</b>${models.length > 1 ? ` of ${tier.model}` : ""} <span class="of">${tier.limit ? `${size(tier.bytes)} of ${size(tier.limit)}` : ""}</span></p>
-            <${Share} parts=${[["cached", tier.bytes]]} total=${tier.limit} />
+            ${tier.limit ? html`<${Share} parts=${[["cached", tier.bytes]]} total=${tier.limit} />` : null}
             <${Rates} tier=${tier} />
-            <p class="note">${many(tier.blocks, "block")}; ${size(tier.promoted_bytes)} read, ${size(tier.written_bytes)} written${tier.queued_bytes ? `, ${size(tier.queued_bytes)} to be written` : ""}${tier.discarded ? `; ${count(tier.discarded)} discarded` : ""}${tier.corrupt ? `; ${count(tier.corrupt)} damaged` : ""}</p>
+            <p class="note">${tier.limit ? `${many(tier.blocks, "block")}; ` : ""}${size(tier.promoted_bytes)} read, ${size(tier.written_bytes)} written${tier.queued_bytes ? `, ${size(tier.queued_bytes)} to be written` : ""}${tier.discarded ? `; ${count(tier.discarded)} discarded` : ""}${tier.corrupt ? `; ${count(tier.corrupt)} damaged` : ""}</p>
             ${tier.failed && html`<p class="bad">${tier.failed}</p>`}
           </div>`,
       )}
