@@ -8,22 +8,28 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from several import start_several
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
+from gguf_files import Spec, write
+
 from conftest import stop_server
 from onekv.bench.clients import Answer, resident
 from onekv.bench.soak import save_tiny
-from onekv.bench.suite.contenders import Needs, running, variants
+from onekv.bench.suite.contenders import Needs, Place, Running, running, variants
 from onekv.bench.suite.measure import Result, Results
+from onekv.bench.suite.others import others
 from onekv.bench.suite.report import markdown, remarks, sentence
 from onekv.bench.suite.scenarios import MOST_ANSWERS, SCENARIOS, _decoded, _speed
 from onekv.bench.suite.session import Session, Sizes
 from onekv.bench.suite.timeline import Phase, Timeline, resident_by_ps
-from onekv.errors import SettingError
+from onekv.errors import OneKVError, SettingError
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +48,18 @@ def run(tiny: str, out: Path, *flags: str) -> tuple[str, dict[str, Any]]:
 def test_models_are_swapped_and_servers_restarted(tiny: str, tmp_path: Path) -> None:
     said, results = run(tiny, tmp_path / "out", "--scenario", "swap", "--scenario", "restart")
     for name in ("swap", "restart"):
-        assert set(results[name]) == {"OneKV", "mlx-lm"}
-        for found in results[name].values():
+        # Others are named, whether they are here or not.
+        assert list(results[name]) == ["OneKV", "mlx-lm", "llama.cpp", "vllm-metal", "oMLX"]
+        assert all(results[name][who]["skipped"] for who in ("llama.cpp", "vllm-metal", "oMLX"))
+        for found in (results[name][who] for who in ("OneKV", "mlx-lm")):
             assert not found["skipped"] and found["median"]["first"] > 0 and found["median"]["peak"] > 0
             # Of both processes, where there were two.
             assert found["timeline"]["process"] and found["timeline"]["mlx"]
-        assert len({found["answer"] for found in results[name].values()}) == 1
+        assert results[name]["OneKV"]["answer"] == results[name]["mlx-lm"]["answer"]
         assert re.search(rf"^{name}: .+ is ahead of .+\. It is bound by .+\.$", said, re.MULTILINE)
+    report = (tmp_path / "out" / "report.md").read_text()
+    for who in ("vllm-metal", "oMLX"):
+        assert f"{who} was skipped: not installed." in said and f"- {who} was skipped: not installed." in report
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"report.md", "report.html", "swap-bars-light.svg", "restart-memory-dark.svg"} <= files
     assert "swap-bars-dark.svg" in (tmp_path / "out" / "report.html").read_text()
@@ -71,6 +82,46 @@ def test_a_second_prefill_has_no_higher_peak_and_other_servers_take_part(tiny: s
 def test_a_server_that_does_not_answer_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="--also"):
         running(text)
+
+
+# Stands in for llama.cpp's server, with its arguments.
+LLAMA_SERVER = """#!{python}
+import argparse, os
+parser = argparse.ArgumentParser(allow_abbrev=False)
+for flag in ("--model", "--host", "--port", "--parallel", "--ctx-size"):
+    parser.add_argument(flag, required=True)
+told = parser.parse_args()
+assert told.parallel == "3" and told.ctx_size == "600"
+own = ["serve", told.model, "--host", told.host, "--port", told.port, "--hot-only", "on", "--kv-memory", "1MiB"]
+os.execv("{python}", ["{python}", "-m", "onekv", *own])
+"""
+
+
+def test_llama_cpp_is_started_where_it_is_installed_and_the_model_is_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "m.gguf", Spec())
+    place = Place("m", (), tmp_path, "1MiB", tmp_path / "m.gguf", 3, 200)
+    llama, *rest = others([])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no llama-server on PATH" in (llama.why_not(Needs(), place) or "")
+    program = tmp_path / "llama-server"
+    program.write_text(LLAMA_SERVER.format(python=sys.executable))
+    program.chmod(0o755)
+    assert llama.why_not(Needs(), place) is None and llama.why_not(Needs(restarts=True), place) is None
+    assert llama.why_not(Needs(), replace(place, gguf=None)) == "the model is not a GGUF file"
+    assert llama.why_not(Needs(models=2), place) and llama.why_not(SCENARIOS["formats"].needs, place)
+    with llama.serve(Needs(), place) as server:
+        assert server.process is not None and server.get("/v1/models")["data"]
+    assert server.process.poll() is not None
+    # What cannot be started says what to do, once it is there.
+    assert [each.why_not(Needs(), place) for each in rest] == ["not installed"] * 2
+    program.rename(tmp_path / "omlx")
+    assert "--also oMLX=URL" in (rest[1].why_not(Needs(), place) or "")
+    with pytest.raises(OneKVError, match="not started"):
+        rest[1].serve(Needs(), place)
+    # A running one takes its place.
+    assert [each.name for each in others([Running("Llama.cpp")])] == ["Llama.cpp", "vllm-metal", "oMLX"]
 
 
 def test_variants_take_part_by_name() -> None:
@@ -114,6 +165,9 @@ def test_the_report_names_who_won_and_who_was_skipped() -> None:
     assert sentence("concurrent", results["concurrent"]).startswith("mlx-lm is ahead of OneKV by 4.00x")
     told = remarks(results)
     assert "reuse: other was skipped: it failed: no." in told
+    gone = Result(skipped="not installed")
+    everywhere = {name: {**each, "gone": gone} for name, each in results.items()}
+    assert [each for each in remarks(everywhere) if "gone" in each] == ["gone was skipped: not installed."]
     assert any("OneKV answered 'red'" in each and "mlx-lm answered 'blue'" in each for each in told)
     about = {"date": "d", "model": "m", "device": "c", "versions": {"mlx": "1"}, "rounds": 3}
     assert "| OneKV | 0.50 s (0.25 s to 1.00 s) |" in markdown(about, results, {})

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -95,16 +95,21 @@ def onekv_server(
         yield ServerProcess(found[2], found[1], process, log)
 
 
-@contextmanager
-def mlx_lm_server(entry: str, *arguments: str) -> Iterator[ServerProcess]:
+def mlx_lm_server(entry: str, *arguments: str) -> AbstractContextManager[ServerProcess]:
     """mlx_lm.server on a free port, started by the Python text `entry` with `arguments`; its model is the default."""
+    return other_server([sys.executable, "-c", entry, *arguments], "default_model")
+
+
+@contextmanager
+def other_server(command: Sequence[str], model: str) -> Iterator[ServerProcess]:
+    """A server that is told its port with `--port`, and answers at /health when it is ready."""
     with socket.socket() as free:
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     url = f"http://{LOCAL}:{port}"
-    with _running([sys.executable, "-c", entry, *arguments, "--port", str(port)], {}) as (process, log):
+    with _running([*command, "--port", str(port)], {}) as (process, log):
         _wait_for(process, log, lambda: _healthy(url))
-        yield ServerProcess(url, "default_model", process, log)
+        yield ServerProcess(url, model, process, log)
 
 
 def _healthy(url: str) -> bool:

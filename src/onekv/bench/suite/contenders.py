@@ -1,8 +1,8 @@
 """Who is measured, and how its server is started.
 
-OneKV and mlx_lm.server are started here, in a fresh process for every measurement. Any other server takes part if it
-runs and speaks OpenAI's API: `--also NAME=URL`. It is not restarted, so it keeps what it has cached from one
-measurement to the next; every measurement therefore has texts of its own.
+OneKV and mlx_lm.server are started here, in a fresh process for every measurement; `others.py` has those that may be
+installed. Any other server takes part if it runs and speaks OpenAI's API: `--also NAME=URL`. It is not restarted, so it
+keeps what it has cached from one measurement to the next; every measurement therefore has texts of its own.
 """
 
 from abc import ABC, abstractmethod
@@ -39,6 +39,10 @@ class Place:
     folders: tuple[Path, ...]
     files: Path
     kv_memory: str
+    # The model's file, if it is a GGUF file; for servers whose memory is sized by tokens, how many they must hold.
+    gguf: Path | None = None
+    clients: int = 1
+    longest: int = 8192
 
     @property
     def written(self) -> Path:
@@ -52,7 +56,7 @@ class Contender(ABC):
     # Of its server, added to what a scenario needs.
     flags: tuple[str, ...] = ()
 
-    def why_not(self, needs: Needs) -> str | None:
+    def why_not(self, needs: Needs, place: Place) -> str | None:
         """Why it cannot take part, if it cannot."""
         return None
 
@@ -110,7 +114,7 @@ class Running(Contender):
     url: str = ""
     model: str = ""
 
-    def why_not(self, needs: Needs) -> str | None:
+    def why_not(self, needs: Needs, place: Place) -> str | None:
         if needs.restarts:
             return "it is not started by this benchmark, so it cannot be restarted"
         if needs.models > 1:
@@ -138,7 +142,7 @@ def running(text: str) -> Running:
         raise SettingError(f"--also is {text!r}, but {url}/v1/models does not answer: {error!r}") from error
 
 
-def variants(needs: Needs, others: list[Running]) -> list[Contender]:
+def variants(needs: Needs, others: list[Contender]) -> list[Contender]:
     """Who takes part in a scenario: OneKV first."""
     if not needs.variants:
         return [OneKV("OneKV"), MlxLm("mlx-lm"), *others]

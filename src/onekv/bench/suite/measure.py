@@ -10,13 +10,13 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import OneKVError
 from ..clients import http
-from .contenders import Contender, Place, Running, variants
+from .contenders import Contender, Place, variants
 from .scenarios import SCENARIOS
 from .session import Figures, Session, Sizes
 from .timeline import Timeline
@@ -46,7 +46,7 @@ Results = dict[str, dict[str, Result]]
 
 class Suite:
     def __init__(
-        self, names: list[str], others: list[Running], rounds: int, sizes: Sizes, place: Place, saved: Path
+        self, names: list[str], others: list[Contender], rounds: int, sizes: Sizes, place: Place, saved: Path
     ) -> None:
         """`saved` is the file for results."""
         self._scenarios = {name: SCENARIOS[name] for name in names}
@@ -78,7 +78,7 @@ class Suite:
                 contenders = variants(scenario.needs, self._others)
                 for contender in contenders if number % 2 == 0 else contenders[::-1]:
                     result = self.results[name].setdefault(contender.name, Result())
-                    result.skipped = contender.why_not(scenario.needs) or ""
+                    result.skipped = contender.why_not(scenario.needs, self._place) or ""
                     if not result.skipped:
                         yield number, name, contender
 
@@ -87,7 +87,7 @@ class Suite:
         if result.skipped:
             return
         with tempfile.TemporaryDirectory() as files:
-            place = Place(self._place.model, self._place.folders, Path(files), self._place.kv_memory)
+            place = replace(self._place, files=Path(files))
             # The same texts for all contenders.
             session = Session(contender, scenario.needs, place, self._sizes, f"{name} {number}")
             try:

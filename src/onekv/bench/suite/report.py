@@ -63,9 +63,15 @@ def _by(best: float, second: float, about: Figure) -> str:
 
 def remarks(results: Results) -> list[str]:
     """What a reader must know: who was skipped and why, and who answered differently."""
-    found = []
+    where: dict[tuple[str, str], list[str]] = {}
     for name, contenders in results.items():
-        found += [f"{name}: {who} was skipped: {each.skipped}." for who, each in contenders.items() if each.skipped]
+        for who, each in contenders.items():
+            if each.skipped:
+                where.setdefault((who, each.skipped), []).append(name)
+    found = [
+        f"{'' if len(names) == len(results) > 1 else ', '.join(names) + ': '}{who} was skipped: {reason}."
+        for (who, reason), names in where.items()
+    ]
     plain = {name: each for name, each in results.items() if not SCENARIOS[name].needs.variants}
     answers = {(who, each.answer) for contenders in plain.values() for who, each in contenders.items() if each.answer}
     if len({answer for _, answer in answers}) > 1:
@@ -88,7 +94,7 @@ def markdown(about: Mapping[str, Any], results: Results, plots: Mapping[str, lis
         lines += [f"## {name}: {scenario.about}", "", sentence(name, contenders), ""]
         titles = [f"{about.title}" for about in scenario.figures.values()]
         lines += ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-        for who, result in contenders.items():
+        for who, result in _measured(contenders):
             cells = [_cell(result, figure, each) for figure, each in scenario.figures.items()]
             lines.append(f"| {who} | " + " | ".join(cells) + " |")
         for light, dark in _pairs(plots.get(name, [])):
@@ -101,6 +107,11 @@ def markdown(about: Mapping[str, Any], results: Results, plots: Mapping[str, lis
             ]
         lines.append("")
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks(results)), ""])
+
+
+def _measured(contenders: Mapping[str, Result]) -> list[tuple[str, Result]]:
+    """Without those that were skipped: `remarks` has the reason."""
+    return [(who, result) for who, result in contenders.items() if result.figures or not result.skipped]
 
 
 def _cell(result: Result, figure: str, about: Figure) -> str:
@@ -135,7 +146,7 @@ def page(about: Mapping[str, Any], results: Results, plots: Mapping[str, list[st
         parts.append(f"<h2>{name}: {html.escape(scenario.about)}</h2><p>{html.escape(sentence(name, contenders))}</p>")
         head = "".join(f"<th>{html.escape(each.title)}</th>" for each in scenario.figures.values())
         parts.append(f"<table><tr><th></th>{head}</tr>")
-        for who, result in contenders.items():
+        for who, result in _measured(contenders):
             cells = "".join(f"<td>{_cell(result, figure, each)}</td>" for figure, each in scenario.figures.items())
             parts.append(f"<tr><th>{html.escape(who)}</th>{cells}</tr>")
         parts.append("</table>")

@@ -30,6 +30,11 @@ class Sizes:
     turns: int = 6
     clients: int = 4
 
+    @property
+    def longest(self) -> int:
+        """More than any conversation of a scenario has, also where a word is more than one token."""
+        return 2 * (2 * self.context + self.turns * (2 * self.new + self.answer)) + 1024
+
 
 class Session:
     def __init__(self, contender: Contender, needs: Needs, place: Place, sizes: Sizes, seed: str) -> None:
