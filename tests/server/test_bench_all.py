@@ -69,11 +69,21 @@ def test_a_second_prefill_has_no_higher_peak_and_other_servers_take_part(tiny: s
     other = start_several(tmp_path, {"a": {"model": tiny}}, "--hot-only", "on")
     try:
         flags = ("--scenario", "phases", "--scenario", "restart", "--also", f"other={other.url}/v1")
-        _, results = run(tiny, tmp_path / "out", *flags)
+        said, results = run(tiny, tmp_path / "out", *flags)
     finally:
         stop_server(other)
     figures = results["phases"]["OneKV"]["median"]
     assert 0 < figures["second_peak"] <= figures["first_peak"]
+    for who in ("OneKV", "mlx-lm"):
+        found = results["phases"][who]
+        assert all(found["median"][f"{name}_peak"] > 0 for name in ("load", "first", "decode", "after", "second"))
+        # From the start of the process, not from when its server answers: Python alone takes less than with MLX.
+        line, (name, begin, end) = found["timeline"], found["timeline"]["phases"][0]
+        assert name == "load"
+        for samples in (line["process"], line["footprint"]):
+            inside = [size for at, size in samples if begin <= at <= end]
+            assert inside[0] < max(inside) / 2
+    assert "OneKV: MLX's peak during the second prefill does not exceed MLX's peak during the first prefill (" in said
     assert results["phases"]["other"]["median"]["first"] > 0 and "peak" not in results["phases"]["other"]["median"]
     assert "cannot be restarted" in results["restart"]["other"]["skipped"]
 
@@ -139,6 +149,19 @@ def test_peaks_are_those_of_a_phase() -> None:
     # The sample at 1.5 has the peak since 0.5, with all of the first phase; that at 2.6 the one since 1.5.
     assert line.mlx_peak("second") == 9 and line.mlx_peak() == 9 and line.mlx_peak("none") is None
     assert line.mlx_peak("first") == 8
+    # What the process says of itself counts, where it does.
+    line.footprint = [(1.0, 12), (3.0, 40)]
+    line.ready()
+    assert line.peak() == 40 and line.peak("first") == 12 and line.growth() == 0
+
+
+def test_what_a_process_writes_of_itself_is_read_once(tmp_path: Path) -> None:
+    line, file = Timeline(), tmp_path / "mlx.jsonl"
+    file.write_text("[1.0, 10, 20, 30, 99]\n[2.0, 11")
+    line.read(file)
+    file.write_text("[1.0, 10, 20, 30, 99]\n[2.0, 11, 21, 31, 98]\n")
+    line.read(file)
+    assert line.mlx == [(1.0, 10, 20, 30), (2.0, 11, 21, 31)] and line.footprint == [(1.0, 99), (2.0, 98)]
 
 
 def test_what_a_process_takes_is_told_by_the_system() -> None:
@@ -163,6 +186,11 @@ def test_the_report_names_who_won_and_who_was_skipped() -> None:
         "OneKV is ahead of mlx-lm by 2.00x: time to first token 0.50 s"
     )
     assert sentence("concurrent", results["concurrent"]).startswith("mlx-lm is ahead of OneKV by 4.00x")
+    rose = {
+        "OneKV": Result([{"first": 1.0, "first_peak": 2.0**20, "second_peak": 2.0**21}]),
+        "x": Result([{"first": 2}]),
+    }
+    assert "OneKV: MLX's peak during the second prefill exceeds MLX's peak during the first" in sentence("phases", rose)
     told = remarks(results)
     assert "reuse: other was skipped: it failed: no." in told
     gone = Result(skipped="not installed")

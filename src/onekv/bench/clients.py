@@ -82,13 +82,17 @@ def http() -> ModuleType:
 
 @contextmanager
 def onekv_server(
-    model: str, *flags: str, start_s: float = START_S, entry: Sequence[str] = ("-m", "onekv")
+    model: str,
+    *flags: str,
+    start_s: float = START_S,
+    entry: Sequence[str] = ("-m", "onekv"),
+    started: Callable[[int], None] | None = None,
 ) -> Iterator[ServerProcess]:
     """`onekv serve` on a free port, with `KEYS` and nothing cached; it has to answer within `start_s`. `entry` are the
-    arguments of Python that run `onekv`.
+    arguments of Python that run `onekv`; `started` is told the process's id before there is anything to answer.
     """
     command = [sys.executable, *entry, "serve", model, "--port", "0", "--hot-only", "on", *flags]
-    with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
+    with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}, started) as (process, log):
         served = re.compile(r"(\S+) is served on (http://\S+)\.\s")
         found = _wait_for(process, log, lambda: served.search(log.read_text()), start_s)
         _wait_for(process, log, lambda: _healthy(found[2]), start_s)
@@ -101,13 +105,15 @@ def mlx_lm_server(entry: str, *arguments: str) -> AbstractContextManager[ServerP
 
 
 @contextmanager
-def other_server(command: Sequence[str], model: str) -> Iterator[ServerProcess]:
-    """A server that is told its port with `--port`, and answers at /health when it is ready."""
+def other_server(
+    command: Sequence[str], model: str, started: Callable[[int], None] | None = None
+) -> Iterator[ServerProcess]:
+    """A server that is told its port with `--port`, and answers at /health when it is ready; see `onekv_server`."""
     with socket.socket() as free:
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     url = f"http://{LOCAL}:{port}"
-    with _running([*command, "--port", str(port)], {}) as (process, log):
+    with _running([*command, "--port", str(port)], {}, started) as (process, log):
         _wait_for(process, log, lambda: _healthy(url))
         yield ServerProcess(url, model, process, log)
 
@@ -123,7 +129,9 @@ def _healthy(url: str) -> bool:
 
 
 @contextmanager
-def _running(command: list[str], variables: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+def _running(
+    command: list[str], variables: dict[str, str], started: Callable[[int], None] | None = None
+) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
     """A process that is gone when the block is left, however it is left."""
     # What the caller has set for its own servers is not for this one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ONEKV_")}
@@ -133,6 +141,8 @@ def _running(command: list[str], variables: dict[str, str]) -> Iterator[tuple["s
         with log.open("wb") as output:
             process = subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output)
         try:
+            if started is not None:
+                started(process.pid)
             yield process, log
         finally:
             _stop(process)

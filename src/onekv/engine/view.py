@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..footprint import footprint
 from ..memory.figures import LOADING, PoolStats
 from ..prefix.figures import PrefixStats
 from ..tiers.base import TierStats
 from ..units import format_size
 from .engine import Engine
-from .footprint import footprint
 from .request import Request, RequestState
 from .speculation.control import SpeculationStats
 

@@ -5,8 +5,9 @@ installed. Any other server takes part if it runs and speaks OpenAI's API: `--al
 keeps what it has cached from one measurement to the next; every measurement therefore has texts of its own.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import SettingError
-from ..clients import KEYS, ServerProcess, http, mlx_lm_server, onekv_server
+from ..clients import KEYS, ServerProcess, http, onekv_server, other_server
 from .watched import ENTRY
 
 
@@ -43,6 +44,8 @@ class Place:
     gguf: Path | None = None
     clients: int = 1
     longest: int = 8192
+    # Told the process's id as soon as it runs, long before its server answers.
+    started: Callable[[int], None] | None = None
 
     @property
     def written(self) -> Path:
@@ -84,7 +87,7 @@ class OneKV(Contender):
             config.write_text(_tables(place))
             flags += ["--config", str(config)]
         entry = ("-c", ENTRY, str(place.written), "onekv")
-        with onekv_server(model, *flags, entry=entry) as server:
+        with onekv_server(model, *flags, entry=entry, started=place.started) as server:
             yield server
 
 
@@ -103,7 +106,8 @@ class MlxLm(Contender):
     @contextmanager
     def serve(self, needs: Needs, place: Place) -> Iterator[ServerProcess]:
         arguments = ["--model", str(place.folders[0]), "--log-level", "WARNING", *self.flags]
-        with mlx_lm_server(ENTRY, str(place.written), "mlx_lm.server", *arguments) as server:
+        command = [sys.executable, "-c", ENTRY, str(place.written), "mlx_lm.server", *arguments]
+        with other_server(command, "default_model", place.started) as server:
             yield server
 
 

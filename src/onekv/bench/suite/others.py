@@ -27,7 +27,8 @@ class LlamaCpp(Contender):
 
     def serve(self, needs: Needs, place: Place) -> AbstractContextManager[ServerProcess]:
         room = ["--parallel", str(place.clients), "--ctx-size", str(place.clients * place.longest)]
-        return other_server(["llama-server", "--model", str(place.gguf), "--host", LOCAL, *room, *self.flags], "gguf")
+        command = ["llama-server", "--model", str(place.gguf), "--host", LOCAL, *room, *self.flags]
+        return other_server(command, "gguf", place.started)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from ...tables import table
 from ...units import format_size
 from .measure import Result, Results
-from .scenarios import SCENARIOS, Figure
+from .scenarios import SCENARIOS, Figure, Scenario
 
 
 def shown(value: float | None, unit: str) -> str:
@@ -51,7 +51,24 @@ def sentence(name: str, contenders: Mapping[str, Result]) -> str:
     best, second = ranked[:2]
     values = f"{shown(medians[best], about.unit)} against {shown(medians[second], about.unit)}"
     by = _by(medians[best], medians[second], about)
-    return f"{best} is ahead of {second}{by}: {about.title} {values}. It is bound by {scenario.bound}."
+    told = f"{best} is ahead of {second}{by}: {about.title} {values}. It is bound by {scenario.bound}."
+    return " ".join([told, *_kept(scenario, contenders)])
+
+
+def _kept(scenario: Scenario, contenders: Mapping[str, Result]) -> list[str]:
+    """Of each contender, whether the figure that must not exceed another one does."""
+    if scenario.no_higher is None:
+        return []
+    figure, other = scenario.no_higher
+    title, than = (scenario.figures[name].title for name in (figure, other))
+    found = []
+    for who, each in contenders.items():
+        value, limit = each.median(figure), each.median(other)
+        if value is not None and limit is not None:
+            does = "does not exceed" if value <= limit else "exceeds"
+            values = " and ".join(shown(size, scenario.figures[other].unit) for size in (value, limit))
+            found.append(f"{who}: {title} {does} {than} ({values}).")
+    return found
 
 
 def _by(best: float, second: float, about: Figure) -> str:

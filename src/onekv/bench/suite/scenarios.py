@@ -40,6 +40,8 @@ class Scenario:
     figures: Mapping[str, Figure]
     bound: str
     needs: Needs = _ONE
+    # A figure that must not exceed another one.
+    no_higher: tuple[str, str] | None = None
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -187,13 +189,19 @@ async def phases(session: Session) -> Figures:
         await asyncio.sleep(1)
     with session.phase("second prefill"):
         second = await session.ask(prompt, 1)
-    peaks = [await session.mlx_peak(name) for name in ("first prefill", "second prefill")]
-    found = {"first": second.first, "prefill": first.first, **_memory(session)}
-    if peaks[0] is not None and peaks[1] is not None:
-        found |= {"first_peak": peaks[0], "second_peak": peaks[1]}
-    return found
+    peaks = {figure: await session.mlx_peak(name) for figure, (name, _) in _PEAKS.items()}
+    known = {figure: peak for figure, peak in peaks.items() if peak is not None}
+    return {"first": second.first, "prefill": first.first, **known, **_memory(session)}
 
 
+# By figure, the phase, and how a reader is told.
+_PEAKS = {
+    "load_peak": ("load", "while it loads"),
+    "first_peak": ("first prefill", "during the first prefill"),
+    "decode_peak": ("decode", "during decode"),
+    "after_peak": ("after decode", "after decode"),
+    "second_peak": ("second prefill", "during the second prefill"),
+}
 _SPEED = {"speed": SPEED, "peak": PEAK, "growth": GROWTH}
 _FIRST = {"first": FIRST, "peak": PEAK, "growth": GROWTH}
 _COMPUTED = "how many tokens of the prompt are computed again"
@@ -258,11 +266,11 @@ SCENARIOS: dict[str, Scenario] = {
         {
             "first": Figure("time to first token, second time", "s"),
             "prefill": Figure("time to first token, first time", "s"),
-            "first_peak": Figure("MLX's peak during the first prefill", "B"),
-            "second_peak": Figure("MLX's peak during the second prefill", "B"),
+            **{figure: Figure(f"MLX's peak {when}", "B") for figure, (_, when) in _PEAKS.items()},
             "peak": PEAK,
             "growth": GROWTH,
         },
         _COMPUTED,
+        no_higher=("second_peak", "first_peak"),
     ),
 }
