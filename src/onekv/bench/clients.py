@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OneKVError, SettingError
+from ..interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import httpx2
@@ -137,15 +138,17 @@ def _running(
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ONEKV_")}
     kept |= {name: os.environ[name] for name in ("ONEKV_CACHE_DIR",) if name in os.environ}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output)
+        log, processes = Path(folder) / "log", list[subprocess.Popen[bytes]]()
         try:
+            # Ctrl-C before it is known who has been started would leave it running.
+            with log.open("wb") as output, uninterrupted():
+                processes.append(subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output))
             if started is not None:
-                started(process.pid)
-            yield process, log
+                started(processes[0].pid)
+            yield processes[0], log
         finally:
-            _stop(process)
+            for process in processes:
+                _stop(process)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
