@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import platform
 import random
 import re
 import signal
@@ -21,6 +22,7 @@ from gguf_files import Spec, write
 
 from conftest import stop_server
 from onekv.bench.clients import Answer, resident
+from onekv.bench.decode import about
 from onekv.bench.soak import save_tiny
 from onekv.bench.suite.contenders import Needs, Place, Running, running, variants
 from onekv.bench.suite.measure import Result, Results
@@ -52,6 +54,7 @@ def test_models_are_swapped_and_servers_restarted(tiny: str, tmp_path: Path) -> 
         assert list(results[name]) == ["OneKV", "mlx-lm", "llama.cpp", "vllm-metal", "oMLX"]
         assert all(results[name][who]["skipped"] for who in ("llama.cpp", "vllm-metal", "oMLX"))
         for found in (results[name][who] for who in ("OneKV", "mlx-lm")):
+            assert found["spread"]["first"] == [found["median"]["first"]] * 2
             assert not found["skipped"] and found["median"]["first"] > 0 and found["median"]["peak"] > 0
             # Of both processes, where there were two.
             assert found["timeline"]["process"] and found["timeline"]["mlx"]
@@ -197,8 +200,15 @@ def test_the_report_names_who_won_and_who_was_skipped() -> None:
     everywhere = {name: {**each, "gone": gone} for name, each in results.items()}
     assert [each for each in remarks(everywhere) if "gone" in each] == ["gone was skipped: not installed."]
     assert any("OneKV answered 'red'" in each and "mlx-lm answered 'blue'" in each for each in told)
-    about = {"date": "d", "model": "m", "device": "c", "versions": {"mlx": "1"}, "rounds": 3}
-    assert "| OneKV | 0.50 s (0.25 s to 1.00 s) |" in markdown(about, results, {})
+    facts = {**about("m"), "device": "c", "versions": {"mlx": "1"}, "rounds": 3}
+    assert facts["cores"] >= 1 and facts["memory"] > 2**28 and facts["python"] == platform.python_version()
+    text = markdown(facts, results, {})
+    assert "| OneKV | 0.50 s (0.25 s to 1.00 s) |" in text
+    machine = rf"m on c, {facts['cores']} cores, \S+ \S+, {re.escape(facts['system'])}; Python 3\.\S+, mlx 1"
+    assert re.search(machine, text)
+    assert (
+        results["reuse"]["OneKV"].spread("first") == (0.25, 1.0) and results["reuse"]["other"].spread("first") is None
+    )
 
 
 class Brief:

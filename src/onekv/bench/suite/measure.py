@@ -36,6 +36,10 @@ class Result:
         values = self.values(name)
         return statistics.median(values) if values else None
 
+    def spread(self, name: str) -> tuple[float, float] | None:
+        values = self.values(name)
+        return (min(values), max(values)) if values else None
+
     def values(self, name: str) -> list[float]:
         return [each[name] for each in self.figures if name in each]
 
@@ -104,6 +108,7 @@ class Suite:
                 name: {
                     "figures": result.figures,
                     "median": {figure: result.median(figure) for figure in (result.figures or [{}])[0]},
+                    "spread": {figure: result.spread(figure) for figure in (result.figures or [{}])[0]},
                     "answer": result.answer,
                     "skipped": result.skipped,
                     "timeline": result.timeline.as_json(),

@@ -145,7 +145,9 @@ def _pairs(files: list[str]) -> list[tuple[str, str]]:
 
 def _about(about: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return f"{about['date']}, {about['model']} on {about['device']}; {versions}; medians of {about['rounds']} round(s)."
+    machine = f"{about['device']}, {about['cores']} cores, {format_size(about['memory'])}, {about['system']}"
+    versions = f"Python {about['python']}, {versions}"
+    return f"{about['date']}, {about['model']} on {machine}; {versions}; medians of {about['rounds']} round(s)."
 
 
 _STYLE = """
