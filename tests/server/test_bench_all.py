@@ -25,6 +25,7 @@ from onekv.bench.clients import Answer, resident
 from onekv.bench.decode import about
 from onekv.bench.soak import save_tiny
 from onekv.bench.suite.contenders import Needs, Place, Running, running, variants
+from onekv.bench.suite.limits import Limits, measure
 from onekv.bench.suite.measure import Result, Results
 from onekv.bench.suite.others import others
 from onekv.bench.suite.report import markdown, remarks, sentence
@@ -63,6 +64,8 @@ def test_models_are_swapped_and_servers_restarted(tiny: str, tmp_path: Path) -> 
     report = (tmp_path / "out" / "report.md").read_text()
     for who in ("vllm-metal", "oMLX"):
         assert f"{who} was skipped: not installed." in said and f"- {who} was skipped: not installed." in report
+    assert results["restart"]["OneKV"]["median"]["disk"] > 0 and "disk" not in results["restart"]["mlx-lm"]["median"]
+    assert re.search(r"OneKV: reading its KV at the raw speed of the disk \d.* s\.", said)
     files = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"report.md", "report.html", "swap-bars-light.svg", "restart-memory-dark.svg"} <= files
     assert "swap-bars-dark.svg" in (tmp_path / "out" / "report.html").read_text()
@@ -135,6 +138,20 @@ def test_llama_cpp_is_started_where_it_is_installed_and_the_model_is_its_file(
         rest[1].serve(Needs(), place)
     # A running one takes its place.
     assert [each.name for each in others([Running("Llama.cpp")])] == ["Llama.cpp", "vllm-metal", "oMLX"]
+
+
+def test_what_bounds_a_speed_is_told_with_it(tiny: str, tmp_path: Path) -> None:
+    limits = Limits(memory=1000.0, disk=50.0, weights=80, tokens={"plain": 2, "q8": 1})
+    decode = {"speed": 10.0, "rows": 4, "row_tokens": 2.5}
+    # A step reads 80 + 4 * 2.5 * 2 bytes and gives 4 tokens: 40 tokens a second, of which 10 are a quarter.
+    assert limits.of("OneKV", decode) == {"roofline": 25.0}
+    assert limits.of("OneKV q8", decode) == {"roofline": 22.5} and limits.of("mlx-lm q8", decode) == {}
+    assert limits.of("OneKV", {"first": 1.0, "restored": 100}) == {"disk": 4.0}
+    told = sentence("concurrent", {"OneKV": Result([{**decode, "roofline": 25.0}]), "x": Result([{"speed": 1.0}])})
+    assert told.endswith("OneKV: share of the speed at which memory can be read 25.00 %.")
+    found = measure(tiny, ["plain", "q8"], tmp_path)
+    assert found.memory > 2**20 and found.disk > 2**20 and found.weights > 0 and not list(tmp_path.iterdir())
+    assert 0 < found.tokens["q8"] < found.tokens["plain"]
 
 
 def test_variants_take_part_by_name() -> None:

@@ -3,6 +3,7 @@
 import argparse
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import SettingError
@@ -16,6 +17,7 @@ def run(arguments: argparse.Namespace) -> None:
     from .decode import about
     from .suite import plots, report
     from .suite.contenders import Place, running
+    from .suite.limits import measure
     from .suite.measure import Suite, make_folders
     from .suite.others import others
     from .suite.scenarios import SCENARIOS
@@ -37,9 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
         gguf = file if file is not None and file.suffix.lower() == ".gguf" else None
         room = gguf, sizes.clients, sizes.longest
         place = Place(arguments.model, folders, Path(files), arguments.kv_memory, *room)
-        suite = Suite(names, also, arguments.rounds, sizes, place, folder / "results.json")
+        limits = measure(arguments.model, ["plain", *SCENARIOS["formats"].needs.variants], Path(files))
+        suite = Suite(names, also, arguments.rounds, sizes, place, limits, folder / "results.json")
         how = {"rounds": arguments.rounds, "sizes": vars(sizes), "kv_memory": arguments.kv_memory}
-        facts = {**about(arguments.model), **how}
+        facts = {**about(arguments.model), **how, "limits": asdict(limits)}
         complete = suite.run(facts)
     drawn = plots.draw(folder, suite.results) if plots.available() else {}
     report.write(folder, facts, suite.results, drawn)

@@ -6,6 +6,7 @@
     timeline.py     what a server's process takes over time, and its peaks in each phase
     session.py      one contender in one scenario
     scenarios.py    what clients do, and what is measured
+    limits.py       what bounds OneKV here: bandwidth of memory, speed of the disk
     measure.py      rounds, interleaved; figures and their medians
     report.py       tables, sentences, Markdown and HTML
     plots.py        bars and timelines as SVG, in light and dark

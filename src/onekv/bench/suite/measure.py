@@ -17,6 +17,7 @@ from typing import Any
 from ...errors import OneKVError
 from ..clients import http
 from .contenders import Contender, Place, variants
+from .limits import Limits
 from .scenarios import SCENARIOS
 from .session import Figures, Session, Sizes
 from .timeline import Timeline
@@ -50,9 +51,17 @@ Results = dict[str, dict[str, Result]]
 
 class Suite:
     def __init__(
-        self, names: list[str], others: list[Contender], rounds: int, sizes: Sizes, place: Place, saved: Path
+        self,
+        names: list[str],
+        others: list[Contender],
+        rounds: int,
+        sizes: Sizes,
+        place: Place,
+        limits: Limits,
+        saved: Path,
     ) -> None:
         """`saved` is the file for results."""
+        self._limits = limits
         self._scenarios = {name: SCENARIOS[name] for name in names}
         self._others, self._rounds, self._sizes, self._place, self._saved = others, rounds, sizes, place, saved
         self.results: Results = {name: {} for name in names}
@@ -99,7 +108,7 @@ class Suite:
             except (OneKVError, http().HTTPError) as error:
                 result.skipped = f"it failed: {' '.join(str(error).split())[:300]}"
                 return
-        result.figures.append(figures)
+        result.figures.append(figures | self._limits.of(contender.name, figures))
         result.timeline = session.timeline
 
     def save(self, about: dict[str, Any]) -> None:

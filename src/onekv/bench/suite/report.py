@@ -52,7 +52,17 @@ def sentence(name: str, contenders: Mapping[str, Result]) -> str:
     values = f"{shown(medians[best], about.unit)} against {shown(medians[second], about.unit)}"
     by = _by(medians[best], medians[second], about)
     told = f"{best} is ahead of {second}{by}: {about.title} {values}. It is bound by {scenario.bound}."
-    return " ".join([told, *_kept(scenario, contenders)])
+    return " ".join([told, *_limits(scenario, contenders), *_kept(scenario, contenders)])
+
+
+def _limits(scenario: Scenario, contenders: Mapping[str, Result]) -> list[str]:
+    """How close those come to what bounds them whose bound is known (`limits`)."""
+    return [
+        f"{who}: {scenario.figures[figure].title} {shown(median, scenario.figures[figure].unit)}."
+        for who, each in contenders.items()
+        for figure in ("roofline", "disk")
+        if figure in scenario.figures and (median := each.median(figure)) is not None
+    ]
 
 
 def _kept(scenario: Scenario, contenders: Mapping[str, Result]) -> list[str]:

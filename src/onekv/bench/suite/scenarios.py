@@ -8,6 +8,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ..clients import Answer, words
 from .contenders import Needs
@@ -70,6 +71,12 @@ def _speed(answers: list[Answer]) -> float:
     """Tokens per second after the first token of each answer."""
     seconds = sum(each.total - each.first for each in answers)
     return sum(each.generated - 1 for each in answers) / seconds if seconds > 0 else 0.0
+
+
+def _read(rows: int, answers: list[Answer]) -> Figures:
+    """What every step reads (`limits`): how many rows there were, and how many tokens each had, on average."""
+    tokens = statistics.mean(each.prompt_tokens + each.generated / 2 for each in answers)
+    return {"rows": rows, "row_tokens": tokens}
 
 
 def _memory(session: Session) -> Figures:
@@ -136,7 +143,7 @@ async def concurrent(session: Session) -> Figures:
     with session.phase("answers"):
         chats = [_decoded(session, [], 4 * sizes.answer) for _ in range(sizes.clients)]
         answers = await asyncio.gather(*chats)
-    return {"speed": sum(map(_speed, answers)), **_memory(session)}
+    return {"speed": sum(map(_speed, answers)), **_read(sizes.clients, [*chain(*answers)]), **_memory(session)}
 
 
 async def restart(session: Session) -> Figures:
@@ -148,7 +155,7 @@ async def restart(session: Session) -> Figures:
     await _turn(session, [], sizes.new // 2, 2)
     with session.phase("after"):
         answer = await _turn(session, messages, sizes.new, sizes.answer)
-    return {"first": answer.first, **_memory(session)}
+    return {"first": answer.first, "restored": answer.prompt_tokens - sizes.new, **_memory(session)}
 
 
 async def formats(session: Session) -> Figures:
@@ -156,7 +163,7 @@ async def formats(session: Session) -> Figures:
     await _turn(session, messages, sizes.context, 2)
     with session.phase("decode"):
         answers = await _decoded(session, messages, 2 * sizes.answer)
-    return {"speed": _speed(answers), **_memory(session)}
+    return {"speed": _speed(answers), **_read(1, answers), **_memory(session)}
 
 
 async def swap(session: Session) -> Figures:
@@ -203,6 +210,7 @@ _PEAKS = {
     "second_peak": ("second prefill", "during the second prefill"),
 }
 _SPEED = {"speed": SPEED, "peak": PEAK, "growth": GROWTH}
+_DECODE = {**_SPEED, "roofline": Figure("share of the speed at which memory can be read", "%", more=True)}
 _FIRST = {"first": FIRST, "peak": PEAK, "growth": GROWTH}
 _COMPUTED = "how many tokens of the prompt are computed again"
 
@@ -227,20 +235,20 @@ SCENARIOS: dict[str, Scenario] = {
     "concurrent": Scenario(
         "concurrent answers",
         concurrent,
-        _SPEED,
+        _DECODE,
         "memory bandwidth: every step reads the weights and the KV of all sequences",
     ),
     "restart": Scenario(
         "a conversation continued after a restart of the server",
         restart,
-        _FIRST,
+        {**_FIRST, "disk": Figure("reading its KV at the raw speed of the disk", "s")},
         "reading its KV from disk, or else computing it again",
         Needs(restarts=True),
     ),
     "formats": Scenario(
         "decode with quantized KV",
         formats,
-        _SPEED,
+        _DECODE,
         "reading weights; at long contexts, reading KV",
         Needs(
             variants={
