@@ -145,3 +145,11 @@ def test_every_error_is_explained():
 def test_the_api_page_has_every_public_name():
     named = set(re.findall(r"^::: onekv\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
     assert named == set(onekv.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_list_has_run_together(page):
+    """As when a paragraph is filled again that was a list: its bullets end up within lines, its indents within text."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        assert not re.search(r"[.;,] - \*\*|[a-z]   +[a-z]", line) or line.startswith("|"), f"{page}: {line}"

@@ -6,7 +6,7 @@ import sys
 
 from architectures import build
 from onekv import LLM
-from onekv.engine.footprint import of_rusage, of_statm
+from onekv.footprint import of_rusage, of_statm
 
 
 def test_what_linux_says() -> None:
@@ -23,7 +23,7 @@ def test_it_grows_with_what_is_held() -> None:
     """In a process of its own: one that has freed as much before need not ask the system for it."""
     script = """
 import mlx.core as mx
-from onekv.engine.footprint import footprint
+from onekv.footprint import footprint
 
 before = footprint()
 held = mx.ones((64, 2**20), mx.uint8)

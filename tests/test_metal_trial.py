@@ -148,13 +148,17 @@ def test_a_model_with_the_kernels_answers_as_without(on_metal, model):  # noqa: 
     assert set(asked) == {(shape, "metal")}
 
 
-def test_a_model_without_them_says_why_and_answers_all_the_same(on_metal, model):  # noqa: F811
+def test_a_model_without_them_says_why_and_answers_all_the_same(on_metal, model, caplog):  # noqa: F811
     on_metal(replace(FAST, timings=(Timing(1, 2048, 0.5, 0.2),)))
     with LLM(model, **SETTINGS) as llm:
         stats = llm.stats()
         assert "is slower" in stats.unused_kernels and stats.unused_kernels.count("slower") == 1
         assert f"attention by MLX's operations: {stats.unused_kernels}" in repr(stats)
+        assert f"  decode steps are not compiled: {stats.uncompiled}" in repr(stats).splitlines()
         assert not llm.engine.memory.has_kernels
+    # Once, however many layers there are, and where a server's operator looks.
+    (told,) = (each for each in caplog.records if each.name == "onekv" and "slower" in each.getMessage())
+    assert told.levelname == "WARNING" and told.getMessage().endswith(stats.unused_kernels)
     assert generated(model) == greedy(model, KVCache)
 
 

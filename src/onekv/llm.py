@@ -140,6 +140,8 @@ class LLM:
             stored = StoreBar() if progress else None
             memory = KVMemory if leader is None else leader.memory
             engine = Engine(self.model, self.plan, self.stop_tokens, self.settings, tiers, stored, make_memory=memory)
+            for reason in engine.memory.unused_kernels:
+                log.warning("onekv: attention by MLX's operations: %s", reason)
             # Of several ranks, none can run the model alone. What `max_kv_size` forgets, plain KV would not.
             shown = text[: self.settings.max_kv_size] if leader is None else []
             if shown and (told := divergence.check(engine, kv_format, shown)) is not None:

@@ -18,7 +18,7 @@ import onekv  # noqa: F401  (before MLX, which links its matrix products when it
 import mlx.core as mx
 
 from onekv.config import Settings
-from onekv.engine.footprint import footprint
+from onekv.footprint import footprint
 from onekv.server.hygiene import Hygiene
 from onekv.server.model_settings import ModelSettings
 from onekv.server.models.model import Model

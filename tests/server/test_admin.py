@@ -72,6 +72,9 @@ def test_cache_adds_up(server: Any) -> None:
     assert size["held"] == 0 < size["cached"]
     assert stats["requests"] == {"waiting": 0, "running": 0}
     assert stats["prefix"]["nodes"] > 0
+    # Nothing here keeps sequences from being decoded together, and there is no kernel that could not be used.
+    assert stats["reasons"].keys() == {"one_by_one", "uncompiled", "unspeculated", "unused_kernels"}
+    assert stats["reasons"]["one_by_one"] is None and stats["reasons"]["unused_kernels"] is None
 
 
 def test_clear_frees_what_is_not_in_use(server: Any) -> None:

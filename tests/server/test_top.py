@@ -19,6 +19,7 @@ from textual.widgets import Static
 from conftest import KEYS, Server, start_server, stop_server
 from onekv.bench.soak import save_tiny
 from onekv.cli.asking import Asking
+from onekv.cli.watch import figures
 from onekv.cli.watch.app import Question, Table, Top
 from onekv.cli.watch.feed import first
 from onekv.cli.watch.figures import filled, line_of
@@ -108,6 +109,25 @@ def test_memory_reuse_tiers_and_models_fit_into_a_small_terminal(two: Server) ->
     drive(Asking(two.url), use)
 
 
+def test_tiers_have_the_rates_of_now_and_requests_their_accepted_proposals(two: Server) -> None:
+    snapshot, past = first(Asking(two.url)), figures.Past()
+    (tier,) = {id(tier): tier for model in snapshot["models"][:1] for tier in model["tiers"]}.values()
+    for other in snapshot["models"][1:]:
+        other["tiers"] = []
+    for second in range(6):
+        # Reads end after the first seconds; what was read long ago is no rate of now.
+        tier |= {"promoted_bytes": min(second, 2) * 2**30, "written_bytes": second * 3 * 2**20}
+        past.add(snapshot)
+    assert past.rates("disk") == (0.0, 3 * 2**20) and past.rates("remote") == (0.0, 0.0)
+    (line,) = figures.tiers(snapshot, past)
+    assert "; read 2.00 GiB; written 15.00 MiB (3.00 MiB/s)" in line
+    tokens = {f"{name}_tokens": 10 for name in ("prompt", "cached", "stored", "generated", "max", "proposed")}
+    request = {"id": 1, "state": "running", **tokens, "accepted_tokens": 7, "tokens_per_second": None, "age_s": 1.0}
+    snapshot["models"][0]["requests"] = [request, {**request, "id": 2, "proposed_tokens": 0, "accepted_tokens": 0}]
+    at = figures.REQUESTS.index("accepted")
+    assert [cells[at] for _, cells in figures.request_rows(snapshot)][:2] == ["7/10", "-"]
+
+
 def test_requests_are_listed_and_keys_move_and_pause(two: Server) -> None:
     # Each goes on until its client is gone, so that there are some for as long as they are looked at.
     ended = threading.Event()
@@ -128,9 +148,9 @@ def test_requests_are_listed_and_keys_move_and_pause(two: Server) -> None:
     async def use(app: Top, pilot: Pilot[None]) -> None:
         for thread in threads:
             thread.start()
-        await until(pilot, lambda: any(row[1] == "running" and row[5] != "-" for row in table(app, "requests")))
+        await until(pilot, lambda: any(row[1] == "running" and row[6] != "-" for row in table(app, "requests")))
         row = next(row for row in table(app, "requests") if row[1] == "running")
-        assert int(row[2]) > 50 and row[3].endswith("%") and row[4].endswith("/1,000") and row[7] == BLUE
+        assert int(row[2]) > 50 and row[3].endswith("%") and row[4].endswith("/1,000") and row[8] == BLUE
         await until(pilot, lambda: len(table(app, "requests")) > 1)
         requests = app.query_one("#requests", Table)
         await pilot.press("p")

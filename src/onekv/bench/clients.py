@@ -15,13 +15,14 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OneKVError, SettingError
+from ..interrupts import uninterrupted
 
 if TYPE_CHECKING:
     import httpx2
@@ -82,29 +83,40 @@ def http() -> ModuleType:
 
 @contextmanager
 def onekv_server(
-    model: str, *flags: str, start_s: float = START_S, entry: Sequence[str] = ("-m", "onekv")
+    model: str,
+    *flags: str,
+    start_s: float = START_S,
+    entry: Sequence[str] = ("-m", "onekv"),
+    started: Callable[[int], None] | None = None,
 ) -> Iterator[ServerProcess]:
     """`onekv serve` on a free port, with `KEYS` and nothing cached; it has to answer within `start_s`. `entry` are the
-    arguments of Python that run `onekv`.
+    arguments of Python that run `onekv`; `started` is told the process's id before there is anything to answer.
     """
     command = [sys.executable, *entry, "serve", model, "--port", "0", "--hot-only", "on", *flags]
-    with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}) as (process, log):
+    with _running(command, {"ONEKV_API_KEYS": ",".join(KEYS)}, started) as (process, log):
         served = re.compile(r"(\S+) is served on (http://\S+)\.\s")
         found = _wait_for(process, log, lambda: served.search(log.read_text()), start_s)
         _wait_for(process, log, lambda: _healthy(found[2]), start_s)
         yield ServerProcess(found[2], found[1], process, log)
 
 
-@contextmanager
-def mlx_lm_server(entry: str, *arguments: str) -> Iterator[ServerProcess]:
+def mlx_lm_server(entry: str, *arguments: str) -> AbstractContextManager[ServerProcess]:
     """mlx_lm.server on a free port, started by the Python text `entry` with `arguments`; its model is the default."""
+    return other_server([sys.executable, "-c", entry, *arguments], "default_model")
+
+
+@contextmanager
+def other_server(
+    command: Sequence[str], model: str, started: Callable[[int], None] | None = None
+) -> Iterator[ServerProcess]:
+    """A server that is told its port with `--port`, and answers at /health when it is ready; see `onekv_server`."""
     with socket.socket() as free:
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
     url = f"http://{LOCAL}:{port}"
-    with _running([sys.executable, "-c", entry, *arguments, "--port", str(port)], {}) as (process, log):
+    with _running([*command, "--port", str(port)], {}, started) as (process, log):
         _wait_for(process, log, lambda: _healthy(url))
-        yield ServerProcess(url, "default_model", process, log)
+        yield ServerProcess(url, model, process, log)
 
 
 def _healthy(url: str) -> bool:
@@ -118,19 +130,25 @@ def _healthy(url: str) -> bool:
 
 
 @contextmanager
-def _running(command: list[str], variables: dict[str, str]) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+def _running(
+    command: list[str], variables: dict[str, str], started: Callable[[int], None] | None = None
+) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
     """A process that is gone when the block is left, however it is left."""
     # What the caller has set for its own servers is not for this one.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ONEKV_")}
     kept |= {name: os.environ[name] for name in ("ONEKV_CACHE_DIR",) if name in os.environ}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output)
+        log, processes = Path(folder) / "log", list[subprocess.Popen[bytes]]()
         try:
-            yield process, log
+            # Ctrl-C before it is known who has been started would leave it running.
+            with log.open("wb") as output, uninterrupted():
+                processes.append(subprocess.Popen(command, env=kept | variables, stdout=output, stderr=output))
+            if started is not None:
+                started(processes[0].pid)
+            yield processes[0], log
         finally:
-            _stop(process)
+            for process in processes:
+                _stop(process)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

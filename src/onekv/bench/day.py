@@ -107,7 +107,7 @@ class Report:
 
 
 def day(requests: int, clients: int, seed: int = 0, progress: bool = False) -> Report:
-    from ..engine.footprint import footprint
+    from ..footprint import footprint
 
     http()
     report = Report(requests, clients)

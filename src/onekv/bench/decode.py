@@ -8,6 +8,8 @@ round, and every step that is measured has all rows.
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -31,6 +33,7 @@ from ..memory import pairs
 from ..memory.attention import shared
 from ..memory.attention.numba import plain
 from ..memory.plan import make_plan
+from ..memory.plan.device import read_device
 from ..models import load_model
 from ..models.joined import fuse
 from ..tables import table
@@ -226,11 +229,16 @@ def stock(model: Module, prompts: list[list[int]], tokens: int) -> Iterator[None
 
 
 def about(model: str) -> dict[str, Any]:
-    """What every recorded result says of itself."""
+    """What every recorded result says of itself; bytes of memory are those that the process may use on the device."""
+    device = read_device()
     return {
         "date": date.today().isoformat(),
         "model": model,
-        "device": str(mx.device_info().get("device_name", mx.default_device())),
+        "device": device.name,
+        "cores": os.cpu_count(),
+        "memory": device.total,
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
         "versions": {name: version(name) for name in ("onekv", "mlx", "mlx-lm")},
     }
 

@@ -204,7 +204,7 @@ def _reads(case: Case, engine: Engine, tokens: list[int]) -> list[Speed]:
     one, all_of_them = (np.ones(most, np.uint8) for most in (max(file.stat().st_size for file in files), size))
     states: dict[str, Callable[[list[Path]], object]] = {"warm": partial(_read, into=one)}
     if hasattr(os, "posix_fadvise"):
-        states["cold"] = _drop
+        states["cold"] = drop
     figures: dict[str, list[tuple[float, ...]]] = {state: [] for state in states}
     for turn in range(case.rounds + 1):
         for state, prepare in states.items():
@@ -293,12 +293,13 @@ def _read(files: list[Path], into: Bytes) -> float:
     return time.perf_counter() - begin
 
 
-def _drop(files: list[Path]) -> None:
-    """Take files out of the page cache."""
+def drop(files: list[Path]) -> None:
+    """Take files out of the page cache, where the system can."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import mlx.core as mx
 
 from .. import __version__, loops
-from ..engine.footprint import footprint
+from ..footprint import footprint
 from ..memory.device import kind
 from ..memory.plan.device import read_device
 from ..models.blas import ensure_fast_blas

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..footprint import footprint
 from ..memory.figures import LOADING, PoolStats
 from ..prefix.figures import PrefixStats
 from ..tiers.base import TierStats
 from ..units import format_size
 from .engine import Engine
-from .footprint import footprint
 from .request import Request, RequestState
 from .speculation.control import SpeculationStats
 
@@ -76,6 +76,10 @@ class Stats:
             lines.append(f"  speculation: {accepted:,} of {proposed:,} proposed tokens accepted")
         if self.unspeculated is not None:
             lines.append(f"  no speculation: {self.unspeculated}")
+        if self.one_by_one is not None:
+            lines.append(f"  sequences are decoded one at a time: {self.one_by_one}")
+        elif self.uncompiled is not None:
+            lines.append(f"  decode steps are not compiled: {self.uncompiled}")
         if self.unused_kernels is not None:
             lines.append(f"  attention by MLX's operations: {self.unused_kernels}")
         if self.divergence is not None:

@@ -1,12 +1,13 @@
 """Who is measured, and how its server is started.
 
-OneKV and mlx_lm.server are started here, in a fresh process for every measurement. Any other server takes part if it
-runs and speaks OpenAI's API: `--also NAME=URL`. It is not restarted, so it keeps what it has cached from one
-measurement to the next; every measurement therefore has texts of its own.
+OneKV and mlx_lm.server are started here, in a fresh process for every measurement; `others.py` has those that may be
+installed. Any other server takes part if it runs and speaks OpenAI's API: `--also NAME=URL`. It is not restarted, so it
+keeps what it has cached from one measurement to the next; every measurement therefore has texts of its own.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...errors import SettingError
-from ..clients import KEYS, ServerProcess, http, mlx_lm_server, onekv_server
+from ..clients import KEYS, ServerProcess, http, onekv_server, other_server
 from .watched import ENTRY
 
 
@@ -39,6 +40,12 @@ class Place:
     folders: tuple[Path, ...]
     files: Path
     kv_memory: str
+    # The model's file, if it is a GGUF file; for servers whose memory is sized by tokens, how many they must hold.
+    gguf: Path | None = None
+    clients: int = 1
+    longest: int = 8192
+    # Told the process's id as soon as it runs, long before its server answers.
+    started: Callable[[int], None] | None = None
 
     @property
     def written(self) -> Path:
@@ -52,7 +59,7 @@ class Contender(ABC):
     # Of its server, added to what a scenario needs.
     flags: tuple[str, ...] = ()
 
-    def why_not(self, needs: Needs) -> str | None:
+    def why_not(self, needs: Needs, place: Place) -> str | None:
         """Why it cannot take part, if it cannot."""
         return None
 
@@ -80,7 +87,7 @@ class OneKV(Contender):
             config.write_text(_tables(place))
             flags += ["--config", str(config)]
         entry = ("-c", ENTRY, str(place.written), "onekv")
-        with onekv_server(model, *flags, entry=entry) as server:
+        with onekv_server(model, *flags, entry=entry, started=place.started) as server:
             yield server
 
 
@@ -99,7 +106,8 @@ class MlxLm(Contender):
     @contextmanager
     def serve(self, needs: Needs, place: Place) -> Iterator[ServerProcess]:
         arguments = ["--model", str(place.folders[0]), "--log-level", "WARNING", *self.flags]
-        with mlx_lm_server(ENTRY, str(place.written), "mlx_lm.server", *arguments) as server:
+        command = [sys.executable, "-c", ENTRY, str(place.written), "mlx_lm.server", *arguments]
+        with other_server(command, "default_model", place.started) as server:
             yield server
 
 
@@ -110,7 +118,7 @@ class Running(Contender):
     url: str = ""
     model: str = ""
 
-    def why_not(self, needs: Needs) -> str | None:
+    def why_not(self, needs: Needs, place: Place) -> str | None:
         if needs.restarts:
             return "it is not started by this benchmark, so it cannot be restarted"
         if needs.models > 1:
@@ -138,7 +146,7 @@ def running(text: str) -> Running:
         raise SettingError(f"--also is {text!r}, but {url}/v1/models does not answer: {error!r}") from error
 
 
-def variants(needs: Needs, others: list[Running]) -> list[Contender]:
+def variants(needs: Needs, others: list[Contender]) -> list[Contender]:
     """Who takes part in a scenario: OneKV first."""
     if not needs.variants:
         return [OneKV("OneKV"), MlxLm("mlx-lm"), *others]

@@ -10,13 +10,14 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import OneKVError
 from ..clients import http
-from .contenders import Contender, Place, Running, variants
+from .contenders import Contender, Place, variants
+from .limits import Limits
 from .scenarios import SCENARIOS
 from .session import Figures, Session, Sizes
 from .timeline import Timeline
@@ -36,6 +37,10 @@ class Result:
         values = self.values(name)
         return statistics.median(values) if values else None
 
+    def spread(self, name: str) -> tuple[float, float] | None:
+        values = self.values(name)
+        return (min(values), max(values)) if values else None
+
     def values(self, name: str) -> list[float]:
         return [each[name] for each in self.figures if name in each]
 
@@ -46,9 +51,17 @@ Results = dict[str, dict[str, Result]]
 
 class Suite:
     def __init__(
-        self, names: list[str], others: list[Running], rounds: int, sizes: Sizes, place: Place, saved: Path
+        self,
+        names: list[str],
+        others: list[Contender],
+        rounds: int,
+        sizes: Sizes,
+        place: Place,
+        limits: Limits,
+        saved: Path,
     ) -> None:
         """`saved` is the file for results."""
+        self._limits = limits
         self._scenarios = {name: SCENARIOS[name] for name in names}
         self._others, self._rounds, self._sizes, self._place, self._saved = others, rounds, sizes, place, saved
         self.results: Results = {name: {} for name in names}
@@ -78,7 +91,7 @@ class Suite:
                 contenders = variants(scenario.needs, self._others)
                 for contender in contenders if number % 2 == 0 else contenders[::-1]:
                     result = self.results[name].setdefault(contender.name, Result())
-                    result.skipped = contender.why_not(scenario.needs) or ""
+                    result.skipped = contender.why_not(scenario.needs, self._place) or ""
                     if not result.skipped:
                         yield number, name, contender
 
@@ -87,7 +100,7 @@ class Suite:
         if result.skipped:
             return
         with tempfile.TemporaryDirectory() as files:
-            place = Place(self._place.model, self._place.folders, Path(files), self._place.kv_memory)
+            place = replace(self._place, files=Path(files))
             # The same texts for all contenders.
             session = Session(contender, scenario.needs, place, self._sizes, f"{name} {number}")
             try:
@@ -95,7 +108,7 @@ class Suite:
             except (OneKVError, http().HTTPError) as error:
                 result.skipped = f"it failed: {' '.join(str(error).split())[:300]}"
                 return
-        result.figures.append(figures)
+        result.figures.append(figures | self._limits.of(contender.name, figures))
         result.timeline = session.timeline
 
     def save(self, about: dict[str, Any]) -> None:
@@ -104,6 +117,7 @@ class Suite:
                 name: {
                     "figures": result.figures,
                     "median": {figure: result.median(figure) for figure in (result.figures or [{}])[0]},
+                    "spread": {figure: result.spread(figure) for figure in (result.figures or [{}])[0]},
                     "answer": result.answer,
                     "skipped": result.skipped,
                     "timeline": result.timeline.as_json(),

@@ -61,7 +61,7 @@ def _bars(axes: Any, name: str, contenders: dict[str, Result]) -> None:
 
 def _memory(axes: Any, name: str, contenders: dict[str, Result]) -> None:
     for colour, (who, result) in zip(_COLOURS, contenders.items(), strict=False):
-        samples = result.timeline.process
+        samples = result.timeline.taken
         if not samples:
             continue
         begin = samples[0][0]

@@ -12,7 +12,7 @@ from typing import Any
 from ...tables import table
 from ...units import format_size
 from .measure import Result, Results
-from .scenarios import SCENARIOS, Figure
+from .scenarios import SCENARIOS, Figure, Scenario
 
 
 def shown(value: float | None, unit: str) -> str:
@@ -51,7 +51,34 @@ def sentence(name: str, contenders: Mapping[str, Result]) -> str:
     best, second = ranked[:2]
     values = f"{shown(medians[best], about.unit)} against {shown(medians[second], about.unit)}"
     by = _by(medians[best], medians[second], about)
-    return f"{best} is ahead of {second}{by}: {about.title} {values}. It is bound by {scenario.bound}."
+    told = f"{best} is ahead of {second}{by}: {about.title} {values}. It is bound by {scenario.bound}."
+    return " ".join([told, *_limits(scenario, contenders), *_kept(scenario, contenders)])
+
+
+def _limits(scenario: Scenario, contenders: Mapping[str, Result]) -> list[str]:
+    """How close those come to what bounds them whose bound is known (`limits`)."""
+    return [
+        f"{who}: {scenario.figures[figure].title} {shown(median, scenario.figures[figure].unit)}."
+        for who, each in contenders.items()
+        for figure in ("roofline", "disk")
+        if figure in scenario.figures and (median := each.median(figure)) is not None
+    ]
+
+
+def _kept(scenario: Scenario, contenders: Mapping[str, Result]) -> list[str]:
+    """Of each contender, whether the figure that must not exceed another one does."""
+    if scenario.no_higher is None:
+        return []
+    figure, other = scenario.no_higher
+    title, than = (scenario.figures[name].title for name in (figure, other))
+    found = []
+    for who, each in contenders.items():
+        value, limit = each.median(figure), each.median(other)
+        if value is not None and limit is not None:
+            does = "does not exceed" if value <= limit else "exceeds"
+            values = " and ".join(shown(size, scenario.figures[other].unit) for size in (value, limit))
+            found.append(f"{who}: {title} {does} {than} ({values}).")
+    return found
 
 
 def _by(best: float, second: float, about: Figure) -> str:
@@ -63,9 +90,15 @@ def _by(best: float, second: float, about: Figure) -> str:
 
 def remarks(results: Results) -> list[str]:
     """What a reader must know: who was skipped and why, and who answered differently."""
-    found = []
+    where: dict[tuple[str, str], list[str]] = {}
     for name, contenders in results.items():
-        found += [f"{name}: {who} was skipped: {each.skipped}." for who, each in contenders.items() if each.skipped]
+        for who, each in contenders.items():
+            if each.skipped:
+                where.setdefault((who, each.skipped), []).append(name)
+    found = [
+        f"{'' if len(names) == len(results) > 1 else ', '.join(names) + ': '}{who} was skipped: {reason}."
+        for (who, reason), names in where.items()
+    ]
     plain = {name: each for name, each in results.items() if not SCENARIOS[name].needs.variants}
     answers = {(who, each.answer) for contenders in plain.values() for who, each in contenders.items() if each.answer}
     if len({answer for _, answer in answers}) > 1:
@@ -88,7 +121,7 @@ def markdown(about: Mapping[str, Any], results: Results, plots: Mapping[str, lis
         lines += [f"## {name}: {scenario.about}", "", sentence(name, contenders), ""]
         titles = [f"{about.title}" for about in scenario.figures.values()]
         lines += ["| | " + " | ".join(titles) + " |", "|---" * (len(titles) + 1) + "|"]
-        for who, result in contenders.items():
+        for who, result in _measured(contenders):
             cells = [_cell(result, figure, each) for figure, each in scenario.figures.items()]
             lines.append(f"| {who} | " + " | ".join(cells) + " |")
         for light, dark in _pairs(plots.get(name, [])):
@@ -101,6 +134,11 @@ def markdown(about: Mapping[str, Any], results: Results, plots: Mapping[str, lis
             ]
         lines.append("")
     return "\n".join([*lines, *(f"- {remark}" for remark in remarks(results)), ""])
+
+
+def _measured(contenders: Mapping[str, Result]) -> list[tuple[str, Result]]:
+    """Without those that were skipped: `remarks` has the reason."""
+    return [(who, result) for who, result in contenders.items() if result.figures or not result.skipped]
 
 
 def _cell(result: Result, figure: str, about: Figure) -> str:
@@ -117,7 +155,9 @@ def _pairs(files: list[str]) -> list[tuple[str, str]]:
 
 def _about(about: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    return f"{about['date']}, {about['model']} on {about['device']}; {versions}; medians of {about['rounds']} round(s)."
+    machine = f"{about['device']}, {about['cores']} cores, {format_size(about['memory'])}, {about['system']}"
+    versions = f"Python {about['python']}, {versions}"
+    return f"{about['date']}, {about['model']} on {machine}; {versions}; medians of {about['rounds']} round(s)."
 
 
 _STYLE = """
@@ -135,7 +175,7 @@ def page(about: Mapping[str, Any], results: Results, plots: Mapping[str, list[st
         parts.append(f"<h2>{name}: {html.escape(scenario.about)}</h2><p>{html.escape(sentence(name, contenders))}</p>")
         head = "".join(f"<th>{html.escape(each.title)}</th>" for each in scenario.figures.values())
         parts.append(f"<table><tr><th></th>{head}</tr>")
-        for who, result in contenders.items():
+        for who, result in _measured(contenders):
             cells = "".join(f"<td>{_cell(result, figure, each)}</td>" for figure, each in scenario.figures.items())
             parts.append(f"<tr><th>{html.escape(who)}</th>{cells}</tr>")
         parts.append("</table>")

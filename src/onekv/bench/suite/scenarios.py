@@ -8,6 +8,7 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from ..clients import Answer, words
 from .contenders import Needs
@@ -40,6 +41,8 @@ class Scenario:
     figures: Mapping[str, Figure]
     bound: str
     needs: Needs = _ONE
+    # A figure that must not exceed another one.
+    no_higher: tuple[str, str] | None = None
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -68,6 +71,12 @@ def _speed(answers: list[Answer]) -> float:
     """Tokens per second after the first token of each answer."""
     seconds = sum(each.total - each.first for each in answers)
     return sum(each.generated - 1 for each in answers) / seconds if seconds > 0 else 0.0
+
+
+def _read(rows: int, answers: list[Answer]) -> Figures:
+    """What every step reads (`limits`): how many rows there were, and how many tokens each had, on average."""
+    tokens = statistics.mean(each.prompt_tokens + each.generated / 2 for each in answers)
+    return {"rows": rows, "row_tokens": tokens}
 
 
 def _memory(session: Session) -> Figures:
@@ -134,7 +143,7 @@ async def concurrent(session: Session) -> Figures:
     with session.phase("answers"):
         chats = [_decoded(session, [], 4 * sizes.answer) for _ in range(sizes.clients)]
         answers = await asyncio.gather(*chats)
-    return {"speed": sum(map(_speed, answers)), **_memory(session)}
+    return {"speed": sum(map(_speed, answers)), **_read(sizes.clients, [*chain(*answers)]), **_memory(session)}
 
 
 async def restart(session: Session) -> Figures:
@@ -146,7 +155,7 @@ async def restart(session: Session) -> Figures:
     await _turn(session, [], sizes.new // 2, 2)
     with session.phase("after"):
         answer = await _turn(session, messages, sizes.new, sizes.answer)
-    return {"first": answer.first, **_memory(session)}
+    return {"first": answer.first, "restored": answer.prompt_tokens - sizes.new, **_memory(session)}
 
 
 async def formats(session: Session) -> Figures:
@@ -154,7 +163,7 @@ async def formats(session: Session) -> Figures:
     await _turn(session, messages, sizes.context, 2)
     with session.phase("decode"):
         answers = await _decoded(session, messages, 2 * sizes.answer)
-    return {"speed": _speed(answers), **_memory(session)}
+    return {"speed": _speed(answers), **_read(1, answers), **_memory(session)}
 
 
 async def swap(session: Session) -> Figures:
@@ -187,14 +196,21 @@ async def phases(session: Session) -> Figures:
         await asyncio.sleep(1)
     with session.phase("second prefill"):
         second = await session.ask(prompt, 1)
-    peaks = [await session.mlx_peak(name) for name in ("first prefill", "second prefill")]
-    found = {"first": second.first, "prefill": first.first, **_memory(session)}
-    if peaks[0] is not None and peaks[1] is not None:
-        found |= {"first_peak": peaks[0], "second_peak": peaks[1]}
-    return found
+    peaks = {figure: await session.mlx_peak(name) for figure, (name, _) in _PEAKS.items()}
+    known = {figure: peak for figure, peak in peaks.items() if peak is not None}
+    return {"first": second.first, "prefill": first.first, **known, **_memory(session)}
 
 
+# By figure, the phase, and how a reader is told.
+_PEAKS = {
+    "load_peak": ("load", "while it loads"),
+    "first_peak": ("first prefill", "during the first prefill"),
+    "decode_peak": ("decode", "during decode"),
+    "after_peak": ("after decode", "after decode"),
+    "second_peak": ("second prefill", "during the second prefill"),
+}
 _SPEED = {"speed": SPEED, "peak": PEAK, "growth": GROWTH}
+_DECODE = {**_SPEED, "roofline": Figure("share of the speed at which memory can be read", "%", more=True)}
 _FIRST = {"first": FIRST, "peak": PEAK, "growth": GROWTH}
 _COMPUTED = "how many tokens of the prompt are computed again"
 
@@ -219,20 +235,20 @@ SCENARIOS: dict[str, Scenario] = {
     "concurrent": Scenario(
         "concurrent answers",
         concurrent,
-        _SPEED,
+        _DECODE,
         "memory bandwidth: every step reads the weights and the KV of all sequences",
     ),
     "restart": Scenario(
         "a conversation continued after a restart of the server",
         restart,
-        _FIRST,
+        {**_FIRST, "disk": Figure("reading its KV at the raw speed of the disk", "s")},
         "reading its KV from disk, or else computing it again",
         Needs(restarts=True),
     ),
     "formats": Scenario(
         "decode with quantized KV",
         formats,
-        _SPEED,
+        _DECODE,
         "reading weights; at long contexts, reading KV",
         Needs(
             variants={
@@ -258,11 +274,11 @@ SCENARIOS: dict[str, Scenario] = {
         {
             "first": Figure("time to first token, second time", "s"),
             "prefill": Figure("time to first token, first time", "s"),
-            "first_peak": Figure("MLX's peak during the first prefill", "B"),
-            "second_peak": Figure("MLX's peak during the second prefill", "B"),
+            **{figure: Figure(f"MLX's peak {when}", "B") for figure, (_, when) in _PEAKS.items()},
             "peak": PEAK,
             "growth": GROWTH,
         },
         _COMPUTED,
+        no_higher=("second_peak", "first_peak"),
     ),
 }

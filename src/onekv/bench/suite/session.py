@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..clients import Answer, ServerProcess, chat, http
@@ -30,11 +30,16 @@ class Sizes:
     turns: int = 6
     clients: int = 4
 
+    @property
+    def longest(self) -> int:
+        """More than any conversation of a scenario has, also where a word is more than one token."""
+        return 2 * (2 * self.context + self.turns * (2 * self.new + self.answer)) + 1024
+
 
 class Session:
     def __init__(self, contender: Contender, needs: Needs, place: Place, sizes: Sizes, seed: str) -> None:
         self.sizes, self.text, self.timeline = sizes, random.Random(seed), Timeline()
-        self._contender, self._needs, self._place = contender, needs, place
+        self._contender, self._needs, self._place = contender, needs, replace(place, started=self.timeline.started)
         self._stack = ExitStack()
         self._client: httpx2.AsyncClient
         self._server: ServerProcess
@@ -48,15 +53,19 @@ class Session:
 
     async def _measure(self, run: Callable[["Session"], Awaitable[Figures]]) -> tuple[Figures, str]:
         async with http().AsyncClient(timeout=TIMEOUT_S) as self._client:
-            answer = await self.ask([{"role": "user", "content": SHORT}], 16)
+            with self.phase("load"):
+                answer = await self.ask([{"role": "user", "content": SHORT}], 16)
+            self._read()
             self.timeline.ready()
             return await run(self), answer.text
 
     def _start(self) -> None:
-        written = self._place.written
-        self._server = self._stack.enter_context(self._contender.serve(self._needs, self._place))
-        process = self._server.process
-        self._stack.enter_context(self.timeline.watching(process.pid if process is not None else None, written))
+        self._stack.enter_context(self.timeline.watching(self._place.written))
+        with self.phase("load"):
+            self._server = self._stack.enter_context(self._contender.serve(self._needs, self._place))
+
+    def _read(self) -> None:
+        self.timeline.read(self._place.written)
 
     # What scenarios do
 
@@ -79,6 +88,7 @@ class Session:
             yield
 
     def peak(self, phase: str | None = None) -> float | None:
+        self._read()
         return self.timeline.peak(phase)
 
     async def mlx_peak(self, phase: str) -> float | None:
@@ -86,7 +96,7 @@ class Session:
         end = max(each.end for each in self.timeline.phases if each.name == phase)
         process = self._server.process
         while process is not None and process.poll() is None:
-            self.timeline.read(self._place.written)
+            self._read()
             if self.timeline.mlx and self.timeline.mlx[-1][0] >= end:
                 break
             await asyncio.sleep(SAMPLE_S)
@@ -94,4 +104,5 @@ class Session:
 
     def growth(self) -> float | None:
         """The peak of the process, less what it took after a first, short request."""
+        self._read()
         return self.timeline.growth()

@@ -1,7 +1,8 @@
 """What a server's process takes over time.
 
-From outside: bytes of the process that are in memory. From inside, where the contender runs on MLX: what `watched`
-writes. Phases are marked by the scenario; a peak is that of a phase.
+From inside, where the contender runs on MLX: what `watched` writes, of MLX and of the process (its footprint). From
+outside, for all: bytes of the process that are in memory; these count where there is no footprint.
+Phases are marked by the scenario; a peak is that of a phase.
 """
 
 import json
@@ -39,13 +40,24 @@ class Timeline:
     process: list[tuple[float, int]] = field(default_factory=list)
     # Time, active, cached, peak.
     mlx: list[tuple[float, int, int, int]] = field(default_factory=list)
+    footprint: list[tuple[float, int]] = field(default_factory=list)
     phases: list[Phase] = field(default_factory=list)
     # Bytes of the process when it was ready.
     rest: int | None = None
+    # Who is watched, once it has been started.
+    pid: int | None = None
+
+    @property
+    def taken(self) -> list[tuple[float, int]]:
+        """What the process took, by the better count."""
+        return self.footprint or self.process
+
+    def started(self, pid: int) -> None:
+        self.pid = pid
 
     def ready(self) -> None:
         """The server has answered its first request: some load the weights for that."""
-        self.rest = self.process[-1][1] if self.process else None
+        self.rest = self.taken[-1][1] if self.taken else None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,13 +69,16 @@ class Timeline:
             phase.end = time.time()
 
     @contextmanager
-    def watching(self, pid: int | None, written: Path) -> Iterator[None]:
-        """Sample the process `pid` until the block is left, and then read what it has `written` of MLX."""
-        stop = threading.Event()
+    def watching(self, written: Path) -> Iterator[None]:
+        """Sample the process, as soon as it is `started`, until the block is left, and then read what it has `written`
+        of itself.
+        """
+        self.pid, stop = None, threading.Event()
 
         def sample() -> None:
-            while pid is not None and not stop.is_set():
-                if (size := resident(pid) or resident_by_ps(pid)) is not None:
+            while not stop.is_set():
+                pid = self.pid
+                if pid is not None and (size := resident(pid) or resident_by_ps(pid)) is not None:
                     self.process.append((time.time(), size))
                 stop.wait(SAMPLE_S)
 
@@ -78,16 +93,18 @@ class Timeline:
             written.unlink(missing_ok=True)
 
     def read(self, written: Path) -> None:
-        """Add what MLX has allocated since this was read last."""
+        """Add what has been written since this was read last."""
         if written.exists():
             last = self.mlx[-1][0] if self.mlx else 0.0
             # The last line may not be whole yet.
             samples = [json.loads(line) for line in written.read_text().split("\n")[:-1]]
-            self.mlx += [(at, active, cached, peak) for at, active, cached, peak in samples if at > last]
+            new = [each for each in samples if each[0] > last]
+            self.mlx += [(at, active, cached, peak) for at, active, cached, peak, _ in new]
+            self.footprint += [(at, size) for at, *_, size in new]
 
     def peak(self, phase: str | None = None) -> int | None:
         """The most that the process took, in that phase or at all; None if it was not watched."""
-        return max((size for at, size in self.process if self._overlaps(at, at, phase)), default=None)
+        return max((size for at, size in self.taken if self._overlaps(at, at, phase)), default=None)
 
     def mlx_peak(self, phase: str | None = None) -> int | None:
         """The most that MLX had allocated, in that phase or at all; None if that is not known.
@@ -109,10 +126,15 @@ class Timeline:
 
     def as_json(self) -> dict[str, object]:
         """Times in seconds since the first sample."""
-        times = [at for at, *_ in self.process] + [at for at, *_ in self.mlx] + [each.begin for each in self.phases]
+        times = (
+            [at for at, *_ in self.process + self.footprint]
+            + [at for at, *_ in self.mlx]
+            + [each.begin for each in self.phases]
+        )
         zero = min(times, default=0.0)
         return {
             "process": [[round(at - zero, 2), size] for at, size in self.process],
+            "footprint": [[round(at - zero, 2), size] for at, size in self.footprint],
             "mlx": [[round(at - zero, 2), *sizes] for at, *sizes in self.mlx],
             "phases": [[each.name, round(each.begin - zero, 2), round(each.end - zero, 2)] for each in self.phases],
         }

@@ -1,9 +1,10 @@
-"""A Python program whose MLX allocations are written to a file while it runs.
+"""A Python program whose memory is written to a file while it runs.
 
     python -c "from onekv.bench.suite.watched import main; main()" FILE MODULE ARGUMENTS...
 
-Each line of FILE has the time in seconds, and bytes: active, cached (freed, but kept by MLX) and the peak since the
-line before. OneKV is imported first, and with it the BLAS that MLX then loads: the same one for every contender.
+Each line of FILE has the time in seconds, and bytes: MLX's active, cached (freed, but kept by MLX) and peak since the
+line before, and the process's footprint, which only the process itself is told on macOS. OneKV is
+imported first, and with it the BLAS that MLX then loads: the same one for every contender.
 """
 
 import json
@@ -12,6 +13,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from ...footprint import footprint
 
 ENTRY = "from onekv.bench.suite.watched import main; main()"
 SAMPLE_S = 0.05
@@ -29,7 +32,9 @@ def watch(file: Path) -> None:
 
     with file.open("a", buffering=1) as out:
         while True:
-            sample = [time.time(), mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory()]
+            active, peak = mx.get_active_memory(), mx.get_peak_memory()
+            # A peak that has been reset is 0 until something is allocated.
+            sample = [time.time(), active, mx.get_cache_memory(), max(active, peak), footprint()]
             mx.reset_peak_memory()
             out.write(json.dumps(sample) + "\n")
             time.sleep(SAMPLE_S)

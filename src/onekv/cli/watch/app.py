@@ -235,7 +235,7 @@ class Top(App[None]):
         self._put("memory", [*memory, *(bar.line(width) for bar in figures.bars(snapshot))])
         self._put("lines", self._lines(snapshot, width))
         self._put("reuse", _labelled("reuse", figures.reuse(snapshot)))
-        self._put("tiers", _labelled("tiers", figures.tiers(snapshot)))
+        self._put("tiers", _labelled("tiers", figures.tiers(snapshot, self.past)))
         several = figures.several(snapshot)
         header = [*figures.REQUESTS, *(["model"] if several else [])]
         self.query_one("#requests", Table).show(header, figures.request_rows(snapshot))

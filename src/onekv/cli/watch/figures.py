@@ -13,11 +13,13 @@ Rows = list[tuple[str, list[str]]]
 
 # Seconds of the past that a line can show, one figure each.
 PAST = 600
+# Seconds over which the rates of tiers are averaged.
+RATE_S = 3
 LEVELS = "▁▂▃▄▅▆▇█"
 # Eighths of a cell, so that a bar of little is there.
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
-REQUESTS = ["#", "state", "prompt", "cached", "generated", "tokens/s", "age"]
+REQUESTS = ["#", "state", "prompt", "cached", "generated", "accepted", "tokens/s", "age"]
 # Columns of words; those of numbers end at the right.
 WORDS = ("state", "model", "keep")
 MODELS = ["model", "state", "keep", "weights", "KV", "running", "waiting"]
@@ -59,8 +61,18 @@ class Past:
     def __init__(self) -> None:
         self.in_use: deque[float] = deque(maxlen=PAST)
         self.speed: deque[float] = deque(maxlen=PAST)
+        # Bytes read from and written to each tier so far.
+        self._moved: deque[dict[str, tuple[int, int]]] = deque(maxlen=RATE_S + 1)
+
+    def rates(self, tier: str) -> tuple[float, float]:
+        """Bytes per second that are read from and written to it now. An unloaded model takes its counts along."""
+        known = [each[tier] for each in self._moved if tier in each]
+        seconds = max(1, len(known) - 1)
+        read, written = (max(0, known[-1][n] - known[0][n]) / seconds if known else 0.0 for n in (0, 1))
+        return read, written
 
     def add(self, snapshot: Snapshot) -> None:
+        self._moved.append({name: moved(rows) for name, rows in _tiers(snapshot).items()})
         self.in_use.append(snapshot["memory"]["held"])
         self.speed.append(speed(snapshot))
 
@@ -109,29 +121,39 @@ def reuse(snapshot: Snapshot) -> list[str]:
     return [f"hits {hits:,} ({tokens:,} tokens), {evicted:,} blocks evicted", f"misses: {reasons}"]
 
 
-def tiers(snapshot: Snapshot) -> list[str]:
+def tiers(snapshot: Snapshot, past: Past) -> list[str]:
     """Each tier in a line. Models share what a tier has, and each counts what it moves."""
+    return [_tier(name, rows, past) for name, rows in _tiers(snapshot).items()] or ["none"]
+
+
+def moved(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    read, written = (sum(row[key] for row in rows) for key in ("promoted_bytes", "written_bytes"))
+    return read, written
+
+
+def _tiers(snapshot: Snapshot) -> dict[str, list[dict[str, Any]]]:
+    """By name, the rows of all models."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for model in snapshot["models"]:
         for tier in model["tiers"]:
             rows.setdefault(tier["name"], []).append(tier)
-    return [_tier(name, each) for name, each in rows.items()] or ["none"]
+    return rows
 
 
-def _tier(name: str, rows: list[dict[str, Any]]) -> str:
+def _tier(name: str, rows: list[dict[str, Any]], past: Past) -> str:
     first = rows[0]
     failed = next((row["failed"] for row in rows if row["failed"]), None)
     if failed is not None:
         return f"{name}: disabled: {failed}"
-    read, seconds, written = (
-        sum(row[key] for row in rows) for key in ("promoted_bytes", "promoted_seconds", "written_bytes")
+    read, written = (
+        f"{format_size(size)} ({format_size(rate)}/s)" if rate else format_size(size)
+        for size, rate in zip(moved(rows), past.rates(name), strict=True)
     )
-    rate = f" at {format_size(read / seconds)}/s" if seconds > 0 else ""
     queued = sum(row["queued_bytes"] for row in rows)
     waiting = f", {format_size(queued)} queued" if queued else ""
     # A tier without a limit of its own does not know what it has.
     held = f" {format_size(first['bytes'])} of {format_size(first['limit'])};" if first["limit"] else ":"
-    return f"{name}{held} read {format_size(read)}{rate}; written {format_size(written)}{waiting}"
+    return f"{name}{held} read {read}; written {written}{waiting}"
 
 
 def several(snapshot: Snapshot) -> bool:
@@ -152,12 +174,14 @@ def _request(request: dict[str, Any]) -> list[str]:
     if not request["generated_tokens"] and cached < stored < prompt:
         state = f"{state} {stored / prompt:.0%}"
     rate = request["tokens_per_second"]
+    proposed, accepted = request["proposed_tokens"], request["accepted_tokens"]
     return [
         str(request["id"]),
         state,
         f"{prompt:,}",
         f"{cached:,} {cached / max(1, prompt):.0%}",
         f"{request['generated_tokens']:,}/{request['max_tokens']:,}",
+        f"{accepted:,}/{proposed:,}" if proposed else "-",
         "-" if rate is None else f"{rate:.1f}",
         format_seconds(request["age_s"]),
     ]

@@ -12,6 +12,7 @@ from ..models.registry import Models
 from .access import ADMINISTRATOR
 
 router = APIRouter()
+REASONS = ("one_by_one", "uncompiled", "unspeculated", "unused_kernels")
 
 
 @router.get("/admin/cache", dependencies=ADMINISTRATOR)
@@ -33,6 +34,8 @@ async def _held(backend: Backend) -> dict[str, Any]:
         "memory": asdict(stats.memory),
         "hygiene": backend.metrics.hygiene(),
         "requests": {"waiting": stats.waiting, "running": stats.running},
+        # What this model or device does without, and why; null where it does not.
+        "reasons": {name: getattr(stats, name) for name in REASONS},
     }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.footprint import footprint
 from ...engine.view import RequestView, View
+from ...footprint import footprint
 from ...llm import PoolStats
 from ..backend import Backend
 from ..models.describe import overview, overview_of_one

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ...engine.footprint import footprint
+from ...footprint import footprint
 from ...units import format_size
 
 
