@@ -35,6 +35,7 @@ class Loader:
         # In bytes, as it was planned: what is free is another number by now.
         settings = vars(model.spec.engine) | {"kv_memory": plan.budget}
         common = self._common | {"served": model.spec.served, "name": model.name, "metrics": model.metrics}
+        common["known"] = model.known
         weights = self._weights.of(model.spec, tokenizer, bool(common.get("progress", True)))
         backend = Backend(weights, listener=model.listener, tokenizer=tokenizer, **common, **settings)
         backend.start()

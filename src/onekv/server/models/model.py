@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...engine.known import Known
 from ...memory.plan import MARGIN
 from ...prefix.events import Listener
 from ..backend import Backend
@@ -44,6 +45,8 @@ class Model:
         self.reason: str | None = None
         # Known from the server's start on.
         self.planned: Planned
+        # From one time that it is loaded to the next; used by the thread that loads.
+        self.known = Known()
         # While it is loaded or unloading.
         self.backend: Backend | None = None
         # Requests that hold it, and when one last came or left (`time.monotonic`).
