@@ -27,6 +27,7 @@ from ..memory.kv import KVMemory
 from ..memory.looped import LoopedDecode
 from ..memory.pool.sequence import Sequence
 from ..models.draft import WithDraft
+from ..models.freed import freed
 from ..models.packed import is_eager
 from .known import Known, Tried
 from .request import Logprob, Request
@@ -94,6 +95,8 @@ class Runner:
 
     def _try(self, max_batch: int, together: bool) -> Tried:
         model, memory = self.model, self.memory
+        # Steps allocate what they need without asking.
+        freed.release()
         set_direct(model, memory)
         self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
         self.together = together and max_batch > 1 and stores_together(model, memory, self.one_by_one)

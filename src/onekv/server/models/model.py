@@ -94,6 +94,14 @@ class Place:
     came: "Future[Backend]" = field(default_factory=Future)
 
 
+def limit_of(memory: int, others: Iterable[Model]) -> int:
+    """How large the process may become while a model is loaded: `others` have their weights and pools, but may need all
+    of their workspace meanwhile.
+    """
+    plans = [model.planned.plan for model in others]
+    return memory - sum(plan.workspace + plan.staging + plan.state_bytes for plan in plans)
+
+
 def needs(models: list[Model], held: Iterable[Model] = ()) -> int:
     """Bytes that `models` take when they are loaded together, with the process's own; weights of several count once.
 
