@@ -40,8 +40,8 @@ def answer(path: Any, known: Known | None = None, **settings: Any) -> tuple[list
             "drafting": runner.drafting is not None and type(runner.drafting.compiled),
             "divergence": stats.divergence,
         }
-        tokens = [llm.generate(PROMPT, 24).tokens, *(each.tokens for each in llm.generate([PROMPT, "a dog"], 8))]
-        return sum(tokens, []), how
+        completions = [llm.generate(PROMPT, 24), *llm.generate([PROMPT, "a dog"], 8)]
+        return [token for each in completions for token in each.tokens], how
 
 
 def reload(models: Models, model: Model) -> None:
