@@ -7,6 +7,7 @@ an event loop). Several streams may be open at once: whoever asks for text moves
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -15,11 +16,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from . import ask, loops
+from . import ask
 from .ask import Message, Prompt
 from .completion import Completion, Freed, Probe
 from .config import Settings
 from .engine import Engine, Request, Sampling, TextOutput, divergence
+from .engine.known import Known
+from .engine.notices import notices
+from .engine.runner import Runner
 from .engine.view import MemoryStats, Stats, read_stats
 from .errors import OneKVError, SettingError, TooLongError
 from .memory.figures import PoolStats
@@ -28,6 +32,7 @@ from .memory.kv import KVMemory
 from .memory.layout.calibration import calibration_tokens
 from .memory.plan import Plan, make_plan
 from .models import DEFAULT_MODEL, LoadedModel, context_length, load_for, share
+from .models.adapter import check_no_adapter
 from .models.draft import WithDraft, check_vocabularies
 from .models.templates import with_template
 from .parallel import join
@@ -63,7 +68,8 @@ class LLM:
     path), or an mlx-lm model object together with its `tokenizer`. A model object without one takes and gives token ids
     alone: nothing but `max_tokens` ends an answer. Of a name or a path, the model's own tokenizer is not loaded where
     one is given. Of a `LoadedModel` (`models.load_for`), weights are shared with others that are made of it, and with
-    nothing else. `chat_template` (Jinja) replaces the model's own. The other keywords are the fields of `Settings`.
+    nothing else. `chat_template` (Jinja) replaces the model's own. What a load finds out about the model is noted in
+    `known`, and used by the next load that gets it. The other keywords are the fields of `Settings`.
 
     Under `mlx.launch` the model is sharded over all ranks (docs/scale.md). Only rank 0 gets an LLM; on the others the
     constructor follows rank 0 and then exits. All ranks exit if a forward pass takes more than `step_limit` seconds.
@@ -77,6 +83,7 @@ class LLM:
         chat_template: str | None = None,
         progress: bool = True,
         step_limit: float = STEP_LIMIT,
+        known: Known | None = None,
         **settings: Any,
     ) -> None:
         self.settings = Settings.resolve(settings)
@@ -84,7 +91,7 @@ class LLM:
         # Not None on rank 0 of several.
         self._leader = join(self.settings, model, step_limit)
         try:
-            self._open(model, tokenizer, chat_template, progress)
+            self._open(model, tokenizer, chat_template, progress, known or Known())
         except BaseException:
             if self._leader is not None:
                 self._leader.desert()
@@ -96,6 +103,7 @@ class LLM:
         tokenizer: Any,
         chat_template: str | None,
         progress: bool,
+        known: Known,
     ) -> None:
         leader, kv_format = self._leader, parse(self.settings.kv_format)
         # The most tokens the model was made for, where that is known.
@@ -104,15 +112,18 @@ class LLM:
         self.path: Path | None = None
         self.config: dict[str, Any] = {}
         self.base: str | None = None
+        # What its files look like; None where that does not tell what the model is.
+        self._seen: str | None = None
         if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         if isinstance(model, str | os.PathLike | LoadedModel):
             loaded = self._load(model, tokenizer, progress)
             self.name, self.model, self.path = loaded.name, loaded.model, loaded.path
-            self.config, self.base, self.context = loaded.config, loaded.base, context_length(loaded.config)
+            self.config, self.base, self._seen = loaded.config, loaded.base, loaded.seen
+            self.context = context_length(loaded.config)
             tokenizer = tokenizer or loaded.tokenizer
         elif isinstance(model, Module):
-            self._check_no_adapter()
+            check_no_adapter(self.settings.adapter)
             self.name, self.model = type(model).__module__, model
         else:
             raise SettingError(f"the model is {model!r}; it must be a name, a path or an mlx-lm model")
@@ -126,7 +137,16 @@ class LLM:
         plan = make_plan if leader is None else leader.plan
         self.plan: Plan = plan(self.model, self.settings, self.context, calibration)
         self.plan.check()
-        self._warn(kv_format)
+        # All that decides what the model does here. Of several ranks, only one's files are seen.
+        decides = f"{self._seen} {vars(self.settings)} {self.plan.blocks} {text} {mx.default_device()}"
+        known.see(decides if self._seen is not None and leader is None else None)
+        self._start(kv_format, text, progress, known)
+
+    def _start(self, kv_format: KVFormat, text: list[int], progress: bool, known: Known) -> None:
+        """The engine for a model that is loaded and planned, on `text` if its format is tried on one."""
+        leader, tokenizer = self._leader, self.tokenizer
+        for notice in notices(self.settings, kv_format, tokenizer):
+            log.warning("onekv: %s", notice)
         if mx.default_device() == mx.gpu:
             # MLX's own cache of freed buffers must not undo the plan.
             mx.set_cache_limit(self.plan.workspace)
@@ -135,16 +155,17 @@ class LLM:
         tiers: list[Tier] = []
         try:
             # The file is for the turns that a server remembers, beside the disk cache.
-            opened = open_tiers if leader is None else leader.open_tiers
+            opened = partial(open_tiers, identify=known.identify) if leader is None else leader.open_tiers
             tiers, self.turns_file = opened(self.settings, self.plan, self.model, self.name)
             stored = StoreBar() if progress else None
             memory = KVMemory if leader is None else leader.memory
-            engine = Engine(self.model, self.plan, self.stop_tokens, self.settings, tiers, stored, make_memory=memory)
+            parts = (self.model, self.plan, self.stop_tokens, self.settings, tiers, stored)
+            engine = Engine(*parts, make_runner=partial(Runner, known=known), make_memory=memory)
             for reason in engine.memory.unused_kernels:
                 log.warning("onekv: attention by MLX's operations: %s", reason)
             # Of several ranks, none can run the model alone. What `max_kv_size` forgets, plain KV would not.
             shown = text[: self.settings.max_kv_size] if leader is None else []
-            if shown and (told := divergence.check(engine, kv_format, shown)) is not None:
+            if shown and (told := divergence.check(engine, kv_format, shown, known)) is not None:
                 log.warning("onekv: %s", told)
             self._driver = Driver(engine, self.settings.check_integrity)
         finally:
@@ -159,29 +180,11 @@ class LLM:
             return self._leader.load(os.fspath(model), self.settings, progress)
         return load_for(os.fspath(model), self.settings, adapter=adapter, tokenizer=tokenizer, progress=progress)
 
-    def _check_no_adapter(self) -> None:
-        if self.settings.adapter is not None:
-            raise SettingError(
-                f"--adapter is {self.settings.adapter!r}, but the model is an object; pass its path, or load the "
-                "adapter into it with mlx_lm.utils.load_adapters"
-            )
-
     def _with_draft(self, name: str, progress: bool) -> WithDraft:
         loaded = load_for(name, self.settings, progress=progress)
         check_vocabularies(self.tokenizer, loaded.tokenizer, name)
+        self._seen = f"{self._seen} {loaded.seen}" if self._seen is not None and loaded.seen is not None else None
         return WithDraft(self.model, loaded.model)
-
-    def _warn(self, kv_format: KVFormat) -> None:
-        if kv_format.warning is not None:
-            log.warning("onekv: %s", kv_format.warning)
-        if kv_format.centred and self.tokenizer is None:
-            log.warning(
-                "onekv: --kv-format %s without a tokenizer: keys are not centred, which makes answers worse; "
-                "pass tokenizer=..., or use q8",
-                kv_format,
-            )
-        if mx.default_device() == mx.cpu and self.settings.kernels != "off" and (reason := loops.why_not()) is not None:
-            log.warning("onekv: %s, so decoding is slow on CPU and weights take more memory; %s", reason, loops.INSTALL)
 
     @property
     def ranks(self) -> int:

@@ -1,15 +1,19 @@
 """Models that are loaded and unloaded without a server around them.
 
-python tests/server/swaps.py MODEL [--rounds 3]
+python tests/server/swaps.py MODEL [--rounds 3] [--turns]
 
-Loads and unloads one model in turn, and prints the bytes and threads of the process each time as JSON.
+Loads and unloads one model in turn, and prints the bytes and threads of the process each time as JSON. With `--turns`
+there are two of it, packed and not, with room for one, and what is printed is the most bytes that the process had, and
+those that were mapped anew for each model that was loaded in the place of the other.
 """
 
 import argparse
 import gc
 import json
 import os
+import resource
 import sys
+import threading
 from typing import Any
 
 import onekv  # noqa: F401  (before MLX, which links its matrix products when it is loaded)
@@ -19,9 +23,11 @@ import mlx.core as mx
 
 from onekv.config import Settings
 from onekv.footprint import footprint
+from onekv.memory.plan import MARGIN
 from onekv.server.hygiene import Hygiene
 from onekv.server.model_settings import ModelSettings
 from onekv.server.models.model import Model
+from onekv.server.models.planning import plan_model
 from onekv.server.models.registry import Models
 from onekv.server.models.spec import ModelSpec
 
@@ -53,11 +59,53 @@ def active() -> int:
     return mx.get_active_memory()
 
 
+def turns(path: str, rounds: int) -> dict[str, Any]:
+    # Loaded in another way, they are two models to a server, each with weights of its own.
+    specs = [spec("plain", path, kv_memory="256MiB", dtype="float32", kernels="off"), spec("packed", path)]
+    memory = MARGIN + max(plan_model(each, 2**36).need for each in specs)
+    models = Models(specs, memory, COMMON)
+    models.start()
+    peak, ended, mapped, weights = 0, threading.Event(), [], []
+
+    def watch() -> None:
+        nonlocal peak
+        while not ended.wait(0.002):
+            peak = max(peak, footprint())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        for number in range(1, 2 * rounds + 1):
+            model = models.models[number % 2]
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            place = models.ask(model)
+            place.came.result(60)
+            mapped.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+            weights.append(model.planned.plan.weights)
+            models.leave(place)
+            generate(models, model)
+            del place
+        loaded = footprint()
+        models.unload(model)
+        left = footprint()
+    finally:
+        ended.set()
+        watching.join()
+        models.stop(0)
+    trials = [model.known.trials for model in models.models]
+    figures = {"memory": memory, "peak": peak, "mapped": mapped, "weights": weights, "trials": trials}
+    return {**figures, "loaded": loaded, "left": left}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", action="store_true")
     args = parser.parse_args()
+    if args.turns:
+        print(json.dumps(turns(args.model, args.rounds)))
+        return
     models = Models([spec("x", args.model, kv_memory="128MiB")], "2GiB", COMMON)
     models.start()
     footprints, threads = [], []

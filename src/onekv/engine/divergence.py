@@ -18,6 +18,7 @@ from ..memory.layout import Layout
 from ..memory.layout.reader import stock_caches
 from ..memory.plan.workspace import scored_tokens
 from .engine import Engine
+from .known import Known
 
 # Tokens of the text that are read.
 LENGTH = 128
@@ -45,11 +46,15 @@ def measure(engine: Engine, tokens: Sequence[int]) -> float:
     return total / len(read)
 
 
-def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int]) -> str | None:
-    """Measures and records the divergence (`Stats.divergence`); returns a warning if it exceeds the bound."""
-    engine.divergence = found = measure(engine, tokens)
-    # What was computed is not needed again.
-    mx.clear_cache()
+def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int], known: Known) -> str | None:
+    """Measures and records the divergence (`Stats.divergence`), unless it is `known`; returns a warning if it exceeds the
+    bound.
+    """
+    if known.divergence is None:
+        known.divergence = measure(engine, tokens)
+        # What was computed is not needed again.
+        mx.clear_cache()
+    engine.divergence = found = known.divergence
     # NaN is not below it.
     if found <= BOUND:
         return None

@@ -21,14 +21,27 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from ..memory.compiled import CompiledDecode
 from ..memory.device import settle
 from ..memory.kv import KVMemory
+from ..memory.looped import LoopedDecode
 from ..memory.pool.sequence import Sequence
 from ..models.draft import WithDraft
+from ..models.freed import freed
 from ..models.packed import is_eager
+from .known import Known, Tried
 from .request import Logprob, Request
 from .sampling import Drawn, sample, scores
-from .selftest import compile_decode, forward, set_direct, store, stores_together, try_several, why_one_by_one
+from .selftest import (
+    Several,
+    compile_decode,
+    forward,
+    set_direct,
+    store,
+    stores_together,
+    try_several,
+    why_one_by_one,
+)
 from .speculation.draft import Drafting
 from .speculation.verify import Row, Verification
 
@@ -45,26 +58,69 @@ class Flight:
 
 
 class Runner:
-    def __init__(self, model: Module, memory: KVMemory, max_batch: int, together: bool = TOGETHER) -> None:
-        """Tests the model on `memory`: what it supports decides how rows are decoded.
+    # Why rows are decoded one by one, if they are.
+    one_by_one: str | None
+    # Whether several prompts are stored in one pass. On CPU, one keeps all cores busy unless it is very short.
+    together: bool
+    # Decode steps, if they can be compiled, else why not.
+    compiled: CompiledDecode | LoopedDecode | None
+    uncompiled: str | None
+    # Whether several tokens of one sequence can be decoded in one step.
+    several: Several
+    # What guesses the next tokens, if there is a draft model.
+    drafting: Drafting | None
+
+    def __init__(
+        self,
+        model: Module,
+        memory: KVMemory,
+        max_batch: int,
+        together: bool = TOGETHER,
+        known: Known | None = None,
+    ) -> None:
+        """Tests the model on `memory`, unless it is `known`: what it supports decides how rows are decoded.
 
         `together`: whether several prompts are stored in one pass, if the model can.
         """
+        known = known if known is not None else Known()
         self.model, self.memory = model, memory
         self.flight: Flight | None = None
-        set_direct(model, memory)
-        # Why rows are decoded one by one, if they are.
-        self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
-        # Whether several prompts are stored in one pass. On CPU, one keeps all cores busy unless it is very short.
-        self.together = together and max_batch > 1 and stores_together(model, memory, self.one_by_one)
-        # Decode steps, if they can be compiled, else why not.
-        self.compiled, self.uncompiled = compile_decode(model, memory, self.one_by_one)
+        if known.tried is None:
+            known.tried = self._try(max_batch, together)
+            known.trials += 1
+        else:
+            self._recall(known.tried)
         # Whether a step is computed when it is built.
         self.eager = memory.eager or is_eager(model) or (self.compiled is not None and self.compiled.eager)
-        # Whether several tokens of one sequence can be decoded in one step.
+
+    def _try(self, max_batch: int, together: bool) -> Tried:
+        model, memory = self.model, self.memory
+        # Steps allocate what they need without asking.
+        freed.release()
+        set_direct(model, memory)
+        self.one_by_one = why_one_by_one(model, memory) if max_batch > 1 else None
+        self.together = together and max_batch > 1 and stores_together(model, memory, self.one_by_one)
+        self.compiled, self.uncompiled = compile_decode(model, memory, self.one_by_one)
         self.several = try_several(model, memory, self.one_by_one, self.compiled)
-        # What guesses the next tokens, if there is a draft model.
-        self.drafting = Drafting(model, memory, self.one_by_one) if isinstance(model, WithDraft) else None
+        self.drafting = Drafting(model, memory, self.one_by_one, None) if isinstance(model, WithDraft) else None
+        draft = self.drafting.compiled if self.drafting is not None else None
+        return Tried(
+            direct=tuple(memory.direct),
+            one_by_one=self.one_by_one,
+            together=self.together,
+            compiled_by=type(self.compiled) if self.compiled is not None else None,
+            uncompiled=self.uncompiled,
+            draft_by=type(draft) if draft is not None else None,
+            several=self.several,
+        )
+
+    def _recall(self, tried: Tried) -> None:
+        model, memory = self.model, self.memory
+        memory.direct = tried.direct
+        self.one_by_one, self.together, self.several = tried.one_by_one, tried.together, tried.several
+        self.compiled = tried.compiled_by(model, memory) if tried.compiled_by is not None else None
+        self.uncompiled = tried.uncompiled
+        self.drafting = Drafting(model, memory, tried.one_by_one, tried) if isinstance(model, WithDraft) else None
 
     def store(self, sequences: list[Sequence], tokens: list[list[int]]) -> None:
         """Compute and store the KV of each row of `tokens`, appended to its sequence. No step may be in flight."""

@@ -186,6 +186,18 @@ class KVMemory:
         return [layer for layer in self._layers if layer.attended]
 
     @property
+    def direct(self) -> list[bool]:
+        """Of each layer, whether it returns stand-ins from decode steps. Of several ranks, the first one's self-test
+        decides.
+        """
+        return [layer.direct for layer in self._layers]
+
+    @direct.setter
+    def direct(self, flags: Iterable[bool]) -> None:
+        for layer, flag in zip(self._layers, flags, strict=True):
+            layer.direct = flag
+
+    @property
     def has_kernels(self) -> bool:
         """Whether every layer has a kernel that stores what is new, when the step is evaluated."""
         return all(layer.stores for layer in self._layers) and not self.eager

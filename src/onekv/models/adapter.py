@@ -37,6 +37,15 @@ class Adapter:
         return self.folder.resolve().name
 
 
+def check_no_adapter(given: str | None) -> None:
+    """Where the model is an object. Raises SettingError."""
+    if given is not None:
+        raise SettingError(
+            f"--adapter is {given!r}, and the model is an object; give its path, or load the adapter into it with "
+            "mlx_lm.utils.load_adapters"
+        )
+
+
 def read_adapter(given: str) -> Adapter:
     """The adapter in the folder `given`. Raises SettingError or ModelFormatError."""
     folder = Path(given).expanduser()

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..errors import ModelFormatError
-from .cpu import evaluate, unpack
+from .cpu import evaluate, unpack, weight_dtypes
 from .facts import read_json, weight_files
 
 _MAX_HEADER = 100 << 20
@@ -49,13 +49,15 @@ def load_folder(
         raise ModelFormatError(
             f"{folder} has a tokenizer that knows no text; copy the model's own tokenizer files into it"
         )
+    before = weight_dtypes(model)
     if dequantize:
         unpack(model, dtype or mx.float32)
         config = {k: v for k, v in config.items() if not k.startswith("quantization")}
     elif dtype is not None:
         model.set_dtype(dtype)
     if not lazy:
-        evaluate(model)
+        # What stays as it is in the file is there once.
+        evaluate(model, forms=1 if weight_dtypes(model) == before else 2)
     return model, tokenizer, config
 
 

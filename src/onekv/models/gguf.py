@@ -5,6 +5,7 @@ which is `rope_traditional`; `qwen2` and `qwen3` files keep the order of the ori
 """
 
 import importlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ModelFormatError
+from .freed import freed
 from .gguf_header import GGUFHeader, read_header
-from .gguf_tensors import BITS, GROUP_SIZE, Packed, placeholder, read_tensor
+from .gguf_tensors import BITS, COPIES, GROUP_SIZE, Packed, placeholder, read_tensor
 from .gguf_tokenizer import build_tokenizer
 from .reading import read
 
@@ -98,7 +100,10 @@ def load_gguf(
         _quantize(model, header, modules, config)
     _check_parameters(model, header, modules, dequantize)
     for name, module in modules.items():
-        tensor = placeholder(header.tensors[name]) if lazy else read_tensor(path, header.tensors[name])
+        info = header.tensors[name]
+        if not lazy:
+            freed.take(COPIES * info.nbytes + (4 * math.prod(info.shape) if dequantize else 0))
+        tensor = placeholder(info) if lazy else read_tensor(path, info)
         weights = _weights(tensor, module, dtype, dequantize)
         # One tensor at a time: packed and unpacked never exist side by side for the whole model.
         if not lazy:

@@ -23,6 +23,8 @@ from .gguf_header import TensorInfo
 
 GROUP_SIZE = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+# What `read_tensor` allocates at most, in bytes of the tensor: what is in the file, its parts in other orders, arrays.
+COPIES = 6
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
 

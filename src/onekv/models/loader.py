@@ -20,6 +20,7 @@ from .gguf import load_gguf
 from .hub import cached_folder, hub_folder, is_hub_id
 from .joined import fuse
 from .packed import keep_packed
+from .seen import seen, unchanged
 from .sharing import copy_sharing
 
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -40,6 +41,8 @@ class LoadedModel:
     path: Path
     # What it is called without its adapter, if it has one.
     base: str | None = None
+    # What its files, and those of its adapter, looked like (`seen`); None if they changed while they were read.
+    seen: str | None = None
 
 
 def load_for(
@@ -84,6 +87,7 @@ def load_model(
     target = _parse_dtype(dtype)
     on_cpu = mx.default_device() == mx.cpu
     path = _resolve(name, progress)
+    before = seen(path)
     packed = packed and on_cpu and dtype in (None, "float32") and loops.why_not() is None
     load = load_gguf if path.is_file() else load_folder
     dtype_of_weights, dequantize = mx.float32 if packed else target, on_cpu and not packed
@@ -98,7 +102,7 @@ def load_model(
             evaluate(model, reads=False)
     if join and not (on_cpu or lazy):
         fuse(model, kernels)
-    loaded = LoadedModel(display_name(name), model, tokenizer, config, path)
+    loaded = LoadedModel(display_name(name), model, tokenizer, config, path, seen=unchanged(path, before))
     return loaded if adapter is None else _adapted(loaded, adapter, dtype, lazy)
 
 
@@ -113,6 +117,8 @@ def share(loaded: LoadedModel, dtype: str | None = None, adapter: str | None = N
 
 
 def _adapted(loaded: LoadedModel, given: str, dtype: str | None, lazy: bool) -> LoadedModel:
+    folder = Path(given).expanduser()
+    before = seen(folder)
     adapter = read_adapter(given)
     # As with weights: on a GPU they keep their form.
     target = mx.float32 if dtype is None and mx.default_device() == mx.cpu else _parse_dtype(dtype)
@@ -120,7 +126,9 @@ def _adapted(loaded: LoadedModel, given: str, dtype: str | None, lazy: bool) -> 
     if loaded.path.is_file() and loaded.config.get("rope_traditional"):
         heads = {"q_proj": loaded.config["num_attention_heads"], "k_proj": loaded.config["num_key_value_heads"]}
     adapt(loaded.model, adapter, target, lazy, heads)
-    return replace(loaded, name=f"{loaded.name}+{adapter.name}", base=loaded.name)
+    after = unchanged(folder, before)
+    both = f"{loaded.seen} {after}" if loaded.seen is not None and after is not None else None
+    return replace(loaded, name=f"{loaded.name}+{adapter.name}", base=loaded.name, seen=both)
 
 
 def _parse_dtype(dtype: str | None) -> mx.Dtype | None:

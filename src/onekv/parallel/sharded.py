@@ -52,16 +52,6 @@ class ShardedMemory(KVMemory):
                 arrays[:] = some
             raise
 
-    @property
-    def direct(self) -> list[bool]:
-        """Per layer, whether it returns stand-ins; determined by rank 0's self-test."""
-        return [layer.direct for layer in self._layers]
-
-    @direct.setter
-    def direct(self, flags: list[bool]) -> None:
-        for layer, flag in zip(self._layers, flags, strict=True):
-            layer.direct = flag
-
 
 def digest(sequences: list[Sequence]) -> str:
     """A digest of all block tables of `sequences`."""

@@ -1,6 +1,7 @@
 """From settings to tiers; to a disk tier: where it is, how large it may be, and for which model."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from mlx.nn.layers.base import Module
@@ -31,9 +32,15 @@ def default_folder() -> Path:
     return cache_dir() / "kv"
 
 
-def open_tiers(settings: Settings, plan: Plan, model: Module, name: str) -> tuple[list[Tier], TurnsFile | None]:
-    """All that `settings` say there are, the nearest first, and the file for a server's turns beside the disk cache."""
-    stored = stored_as(model, plan) if settings.disk_cache is not None or settings.remote_tier is not None else ""
+def open_tiers(
+    settings: Settings, plan: Plan, model: Module, name: str, identify: Callable[[Module], str] = identity
+) -> tuple[list[Tier], TurnsFile | None]:
+    """All that `settings` say there are, the nearest first, and the file for a server's turns beside the disk cache.
+
+    `identify` says which weights a model has.
+    """
+    there_are = settings.disk_cache is not None or settings.remote_tier is not None
+    stored = stored_as(model, plan, identify) if there_are else ""
     disk = open_tier(settings, plan, stored, name)
     try:
         remote = open_remote(settings, plan, stored)
@@ -44,9 +51,9 @@ def open_tiers(settings: Settings, plan: Plan, model: Module, name: str) -> tupl
     return [tier for tier in (disk, remote) if tier is not None], disk.turns if disk is not None else None
 
 
-def stored_as(model: Module, plan: Plan) -> str:
+def stored_as(model: Module, plan: Plan, identify: Callable[[Module], str] = identity) -> str:
     """The fingerprint under which all tiers store blocks of `model`, usable wherever it is equal. Reads all weights."""
-    return f"{identity(model)} {plan.stored_as}"
+    return f"{identify(model)} {plan.stored_as}"
 
 
 def open_tier(

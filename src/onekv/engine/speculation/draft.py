@@ -10,17 +10,22 @@ import numpy as np
 
 from ...memory.kv import KVMemory
 from ...models.draft import DraftAlone, WithDraft
+from ..known import Tried
 from ..request import Request
 from ..sampling import guess
 from ..selftest import compile_decode, forward, set_direct
 
 
 class Drafting:
-    def __init__(self, model: WithDraft, memory: KVMemory, one_by_one: str | None) -> None:
+    def __init__(self, model: WithDraft, memory: KVMemory, one_by_one: str | None, tried: Tried | None) -> None:
+        """Where the model was `tried` before, that is not done again."""
         self._alone, self._memory = DraftAlone(model), memory
+        if tried is not None:
+            self.compiled = tried.draft_by(self._alone, memory) if tried.draft_by is not None else None
+            return
         # Decode steps of the larger one were tried; these are of the smaller one.
         set_direct(self._alone, memory)
-        self._compiled, _ = compile_decode(self._alone, memory, one_by_one)
+        self.compiled, _ = compile_decode(self._alone, memory, one_by_one)
 
     def guess(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in requests]
@@ -44,6 +49,6 @@ class Drafting:
 
     def _forward(self, requests: list[Request], tokens: mx.array) -> mx.array:
         sequences, ones = [request.sequence for request in requests], [1] * len(requests)
-        if self._compiled is not None:
-            return self._compiled(sequences, tokens, ones)
+        if self.compiled is not None:
+            return self.compiled(sequences, tokens, ones)
         return forward(self._alone, self._memory, sequences, tokens, ones)

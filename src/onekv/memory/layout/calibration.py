@@ -17,6 +17,7 @@ import mlx.core as mx
 import xxhash
 from mlx.nn.layers.base import Module
 
+from ...models.freed import freed
 from ...traces import Notes, Turned, watching
 from ..formats.centre import Centre, Rope
 from .reader import stock_caches
@@ -41,6 +42,8 @@ def centred(layout: Layout, model: Module, tokens: Sequence[int]) -> Layout:
     }
     if not wanted or len(tokens) < 2:
         return layout
+    # A pass allocates what it needs without asking.
+    freed.release()
     with watching() as notes:
         means = _Means(wanted, notes)
         with _watched(layout, model, means) as caches:

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import OneKVError
+from ...models.freed import freed
 from ..device import settle
 from ..figures import CACHED, FREE, HELD, MOST, PINNED, PoolStats
 from ..layout import Group, KVLayer
@@ -85,6 +86,7 @@ class Pool:
         self.layers = [LayerArrays(layer, blocks * block_size) for layer in group.layers]
         # Layer by layer, so that no more than the pool itself is ever asked for.
         for arrays in self.layers:
+            freed.take(sum(array.nbytes for array in arrays.all))
             mx.eval(arrays.all)
         self._free = blocks
         self._idle = 0

@@ -1,13 +1,15 @@
 """Memory that nobody refers to any more goes back to the system; how much there is of it."""
 
-import ctypes
 import gc
+import weakref
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ...footprint import footprint
+from ...models.freed import freed, trim
 from ...units import format_size
+from ..backend import Backend
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,29 @@ class Taken:
         return ", ".join(f"{name} {format_size(old)} -> {format_size(new)}" for name, (old, new) in pairs.items())
 
 
-def give_back() -> None:
-    gc.collect()
+class Parts:
+    """The parts of a backend that have its memory: whether they are gone, without holding them."""
+
+    def __init__(self, backend: Backend) -> None:
+        llm = backend.llm
+        held = (llm, llm.model, llm.engine, llm.engine.memory, llm.engine.runner)
+        self._held = [weakref.ref(part) for part in held]
+
+    @property
+    def gone(self) -> bool:
+        return all(part() is None for part in self._held)
+
+
+def give_back(parts: Parts | None = None, limit: int | None = None) -> None:
+    """All that is free. If `parts` are known to be gone, nothing is searched for.
+
+    With a `limit`, a model is loaded next: what the C library has is kept for that, while the process has no more.
+    """
+    if parts is None or not parts.gone:
+        gc.collect()
     mx.clear_cache()
-    _trim()
-
-
-def _trim() -> None:
-    """glibc keeps what was freed, as it was told to (models/blas.py); other C libraries have no such call."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return
-    trim(0)
+    if limit is None:
+        freed.release()
+        trim()
+    else:
+        freed.keep(limit, footprint)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...errors import MemoryBudgetError
+from ...models.freed import freed
 from ...units import format_size
 from ..backend import Backend
-from .freeing import give_back
+from .freeing import Parts, give_back
 from .model import Model
 from .progress import Loads
 from .spec import ModelSpec
@@ -35,9 +36,11 @@ class Loader:
         # In bytes, as it was planned: what is free is another number by now.
         settings = vars(model.spec.engine) | {"kv_memory": plan.budget}
         common = self._common | {"served": model.spec.served, "name": model.name, "metrics": model.metrics}
+        common["known"] = model.known
         weights = self._weights.of(model.spec, tokenizer, bool(common.get("progress", True)))
         backend = Backend(weights, listener=model.listener, tokenizer=tokenizer, **common, **settings)
         backend.start()
+        freed.release()
         taken = backend.llm.plan.total
         if taken > plan.total:
             backend.stop(0)
@@ -51,7 +54,9 @@ class Loader:
         """Whether the weights that `model` shares with others are in memory, whether or not it is loaded."""
         return self._weights.holds(model.spec)
 
-    def keep(self, models: Iterable[Model]) -> None:
-        """Let go of shared weights that none of `models` has, and give back to the system what is free."""
+    def keep(self, models: Iterable[Model], parts: Parts | None = None, limit: int | None = None) -> None:
+        """Let go of shared weights that none of `models` has, and give back to the system what is free; see
+        `give_back`.
+        """
         self._weights.keep(model.spec for model in models)
-        give_back()
+        give_back(parts, limit)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...engine.known import Known
 from ...memory.plan import MARGIN
 from ...prefix.events import Listener
 from ..backend import Backend
@@ -44,6 +45,8 @@ class Model:
         self.reason: str | None = None
         # Known from the server's start on.
         self.planned: Planned
+        # From one time that it is loaded to the next; used by the thread that loads.
+        self.known = Known()
         # While it is loaded or unloading.
         self.backend: Backend | None = None
         # Requests that hold it, and when one last came or left (`time.monotonic`).
@@ -89,6 +92,14 @@ class Place:
     request: str | None = None
     since: float = field(default_factory=time.monotonic)
     came: "Future[Backend]" = field(default_factory=Future)
+
+
+def limit_of(memory: int, others: Iterable[Model]) -> int:
+    """How large the process may become while a model is loaded: `others` have their weights and pools, but may need all
+    of their workspace meanwhile.
+    """
+    plans = [model.planned.plan for model in others]
+    return memory - sum(plan.workspace + plan.staging + plan.state_bytes for plan in plans)
 
 
 def needs(models: list[Model], held: Iterable[Model] = ()) -> int:

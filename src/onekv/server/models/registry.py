@@ -13,14 +13,15 @@ from typing import Any
 
 from ...errors import MemoryBudgetError, OneKVError, StuckError
 from ...memory.plan.device import read_device
+from ...models.freed import freed
 from ...prefix.events import Listener
 from ...units import format_size, parse_size
 from ..backend import Backend
 from ..errors import NotFoundError, for_client
 from ..metrics import Metrics
-from .freeing import Taken
+from .freeing import Parts, Taken
 from .loading import Loader
-from .model import PRESENT, Model, Place, needs
+from .model import PRESENT, Model, Place, limit_of, needs
 from .planning import plan_model
 from .progress import Loads
 from .refusals import check_fits, shutting_down, too_many
@@ -303,7 +304,9 @@ class Models:
         return [each for each in self.models if (each.counted or each is wanted) and each is not model]
 
     def _stale(self) -> bool:
-        """Whether shared weights are held for one that nobody waits for any more."""
+        """Whether shared weights, or what was freed, are held for one that nobody waits for any more."""
+        if freed.kept and self._wanted() is None:
+            return True
         staying = {model.spec.weights for model in self._staying()}
         return any(self._loader.holds(model) and model.spec.weights not in staying for model in self.models)
 
@@ -369,22 +372,24 @@ class Models:
     def _unload(self, model: Model) -> None:
         assert model.backend is not None
         before, size = Taken.now(), format_size(self._alone(model))
+        parts = Parts(model.backend) if model.backend.thread.alive else None
         # Nobody holds it: what has not ended was given up by its client.
         model.backend.stop(0)
         with self._changed:
             model.backend = None
-        self._give_back(model)
+        self._give_back(model, parts)
         seconds = time.monotonic() - model.since
         log.info("the model %s is unloaded: %s, in %.1f s; %s", model.name, size, seconds, before.until(Taken.now()))
         with self._changed:
             model.move("unloaded")
             self._changed.notify_all()
 
-    def _give_back(self, model: Model | None = None) -> None:
-        """What nobody has; of what `model` has, what it does not share with others."""
+    def _give_back(self, model: Model | None = None, parts: Parts | None = None) -> None:
+        """What nobody has; of what `model` has, what it does not share with others. What is loaded next may have it."""
         with self._changed:
-            staying = self._staying(model)
-        self._loader.keep(staying)
+            staying, wanted = self._staying(model), self._wanted()
+            others = [other for other in self.models if other.counted and other is not model]
+        self._loader.keep(staying, parts, limit_of(self.memory, others) if wanted is not None else None)
 
     def _alone(self, model: Model) -> int:
         """Bytes that are counted for `model`, and would not be without it."""
