@@ -10,7 +10,7 @@ import pytest
 from swaps import COMMON, spec
 
 from onekv.bench.soak import save_tiny
-from onekv.engine.footprint import footprint
+from onekv.footprint import footprint
 from onekv.models.freed import Freed, freed
 from onekv.server.models.registry import Models
 
@@ -19,8 +19,8 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="what is freed is kep
 KEPT = """
 import onekv
 import mlx.core as mx
-from onekv.engine.footprint import footprint
-from onekv.engine.footprint import footprint
+from onekv.footprint import footprint
+from onekv.footprint import footprint
 from onekv.models.freed import freed
 MB = 1 << 20
 mx.eval(mx.zeros(1)); before = footprint()

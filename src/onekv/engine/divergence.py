@@ -47,8 +47,8 @@ def measure(engine: Engine, tokens: Sequence[int]) -> float:
 
 
 def check(engine: Engine, kv_format: KVFormat, tokens: Sequence[int], known: Known) -> str | None:
-    """Measures and records the divergence (`Stats.divergence`), unless it is `known`; returns a warning if it exceeds the
-    bound.
+    """Measures and records the divergence (`Stats.divergence`), unless it is `known`; returns a warning if it is
+    beyond the bound.
     """
     if known.divergence is None:
         known.divergence = measure(engine, tokens)
