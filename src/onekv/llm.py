@@ -157,9 +157,8 @@ class LLM:
             # The file is for the turns that a server remembers, beside the disk cache.
             opened = partial(open_tiers, identify=known.identify) if leader is None else leader.open_tiers
             tiers, self.turns_file = opened(self.settings, self.plan, self.model, self.name)
-            stored = StoreBar() if progress else None
             memory = KVMemory if leader is None else leader.memory
-            parts = (self.model, self.plan, self.stop_tokens, self.settings, tiers, stored)
+            parts = (self.model, self.plan, self.stop_tokens, self.settings, tiers, StoreBar() if progress else None)
             engine = Engine(*parts, make_runner=partial(Runner, known=known), make_memory=memory)
             for reason in engine.memory.unused_kernels:
                 log.warning("onekv: attention by MLX's operations: %s", reason)

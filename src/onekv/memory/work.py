@@ -147,8 +147,7 @@ def make_work(
         # Whoever is the only one of its sequence decides how all are cut.
         lengths = np.array([tokens.ends[row] - tokens.begins[row] for row in sorted(set(tokens.firsts))])
     else:
-        jobs = _jobs(ids, counts, kernel.most, shared)
-        jobs.sort(key=lambda job: (job.first - job.end) * kernel.weight(len(job.rows)))
+        jobs = _jobs(ids, counts, kernel, shared)
         weights = [kernel.weight(len(job.rows)) for job in jobs]
         at_a_time = kernel.together if any(len(job.rows) > 1 for job in jobs) else kernel.alone
         lengths = np.array([(job.end - job.first) * weight for job, weight in zip(jobs, weights, strict=True)])
@@ -184,17 +183,18 @@ def make_work(
     )
 
 
-def _jobs(ids: Integers, counts: Integers, most: int, shared: int) -> list[Segment]:
-    """What is to be read, at most `most` rows at a time; blocks of several rows together, from `shared` of them on."""
+def _jobs(ids: Integers, counts: Integers, kernel: Kernel, shared: int) -> list[Segment]:
+    """What is to be read, the longest first; blocks of several rows together, from `shared` of them on."""
     if shared and len(ids) > 1:
         segments = find_segments(ids, counts, shared)
     else:
         segments = [Segment([row], 0, int(counts[row])) for row in range(len(ids))]
-    return [
-        Segment(segment.rows[start : start + most], segment.first, segment.end)
+    jobs = [
+        Segment(segment.rows[start : start + kernel.most], segment.first, segment.end)
         for segment in segments
-        for start in range(0, len(segment.rows), most)
+        for start in range(0, len(segment.rows), kernel.most)
     ]
+    return sorted(jobs, key=lambda job: (job.first - job.end) * kernel.weight(len(job.rows)))
 
 
 def _token_jobs(tokens: Tokens, fit: int) -> list[Segment]:
