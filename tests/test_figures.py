@@ -27,6 +27,11 @@ TABLES = [
     ("benchmarks/README.md", "\n| | OneKV | mlx_lm.server | ratio |", ["serve-2026-11-15"]),
     ("benchmarks/README.md", "| | OneKV | mlx_lm.server |\n", ["meet-2026-11-18"]),
 ]
+H200 = "benchmarks/h200-2026-11-18-exact-guesses.md"
+TABLES += [
+    (H200, "| | prefill tokens/s | mlx-lm |", ["h200-decode-2026-11-18"]),
+    (H200, "| | decode tokens/s | apart |", ["h200-shared-16-2026-11-18", "h200-shared-32-2026-11-18"]),
+]
 # Sentences that are about a file, by how they begin.
 SENTENCES = [
     ("docs/speculation.md", "answer copies are generated", ["cpu-speculate-2026-11-18"]),

@@ -85,9 +85,9 @@ def of_serve(file: str) -> list[str]:
 
 
 def of_h200(file: str) -> list[str]:
-    lines = (ROOT / "benchmarks" / file).read_text().splitlines()
-    (row,) = (line.strip("| ").split(" | ") for line in lines if line.startswith("| 8 x 4096 |"))
-    return [row[6], row[3], "4,096"]
+    results = json.loads((ROOT / "benchmarks" / file).read_text())["results"]
+    (row,) = (each for each in results if (each["batch"], each["context"]) == (8, 4096))
+    return [f"{row['decode_ratio']:.2f}", f"{row['prefill_ratio']:.2f}", "4,096"]
 
 
 LINES = {
