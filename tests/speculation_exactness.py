@@ -22,10 +22,13 @@ from architectures import ARCHITECTURES, VOCAB, build
 from onekv.engine import Engine, Request, Sampling
 from onekv.engine.speculation.control import SpeculationStats
 from onekv.errors import UnsupportedLayerError
+from onekv.models.draft import WithDraft
 from proposers import Adversary, Oracle, speculate
 from stock import engine_of
 
-PROPOSERS = ("lookup", "random", "oracle")
+# "draft" is a small llama: it guesses what a llama answers, and little of what others do.
+PROPOSERS = ("lookup", "random", "oracle", "draft")
+DRAFTS = {"speculate": "draft", "draft_model": "given as an object"}
 SETTINGS: dict[str, Any] = {"block_size": 8, "prefill_chunk": 48, "draft_tokens": 7}
 # Of the pool, in sequences of the longest request.
 ROOM = 3
@@ -65,11 +68,14 @@ class Found:
 
 class World:
     def __init__(self, model: Any, how: str, seed: int, folder: str) -> None:
-        self._model, self._how, self._folder = model, how, folder
+        self._how, self._folder = how, folder
+        self._model = WithDraft(model, build("llama")) if how == "draft" else model
+        self._drafts = DRAFTS if how == "draft" else {}
         self._random = np.random.default_rng([seed, PROPOSERS.index(how)])
         self._plain = engine_of(model, speculate="off", kv_memory="2MB", max_batch=1, prefix_cache=False, **SETTINGS)
         blocks = ROOM * -(-(LONGEST + MOST) // 8)
-        self._memory = sum(pool.block_bytes for pool in self._plain.memory.pools) * blocks
+        probe = engine_of(self._model, kv_memory="8MB", max_batch=1, **self._drafts, **SETTINGS)
+        self._memory = sum(pool.block_bytes for pool in probe.memory.pools) * blocks
         self.found = Found()
         self._answers: list[tuple[Request, list[int]]] = []
         # All that was said, from which later prompts go on.
@@ -79,11 +85,11 @@ class World:
 
     def _open(self) -> Engine:
         disk = {"disk_cache": self._folder, "disk_limit": "64MB", "disk_policy": "write_through"}
-        engine = engine_of(self._model, kv_memory=self._memory, max_batch=3, **disk, **SETTINGS)
+        engine = engine_of(self._model, kv_memory=self._memory, max_batch=3, **self._drafts, **disk, **SETTINGS)
         seed = int(self._random.integers(2**31))
         proposers = {"lookup": None, "random": Adversary(VOCAB, seed), "oracle": Oracle(0.75, VOCAB, seed)}
         # By lookup at its own pace every other time.
-        return speculate(engine, proposers[self._how], self._how != "lookup" or seed % 2 == 0)
+        return speculate(engine, proposers.get(self._how), self._how != "lookup" or seed % 2 == 0)
 
     def _close(self) -> None:
         self._engine.cancel(list(self._engine.scheduler))

@@ -324,9 +324,11 @@ def common(a: list[int], b: list[int]) -> int:
 LAYOUTS = {
     "full": make_layout([None], recurrent=False),
     "window": make_layout([None, 6], recurrent=False),
+    "window first": make_layout([6, None], recurrent=False),
     "window alone": make_layout([5], recurrent=False),
     "recurrent": make_layout([None], recurrent=True),
     "all kinds": make_layout([None, 6], recurrent=True),
+    "all kinds, window first": make_layout([6, None], recurrent=True),
 }
 
 

@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.oracle is not None:
         speculate_oracle.run(arguments)
         return
-    loaded = load_model(arguments.model, dtype=arguments.dtype)
+    # As `LLM` loads it.
+    loaded = load_model(arguments.model, dtype=arguments.dtype, packed=True)
     wanted = [(prompt, [int(token) for token in loaded.tokenizer.encode(prompt.text)]) for prompt in prompts()]
     results = measure(loaded.model, wanted, arguments.tokens, arguments.rounds)
     print(_format(results))
