@@ -196,7 +196,7 @@ PLANTED = [
     (together, "t & step ? x[i] : x[i + step], step)", "t & step ? x[i + step] : x[i], step)"),
     (together, "[lane];\n    }\n    __syncthreads();", "[lane];\n    }"),
     (encoded, "step *= 2) {\n    __syncthreads();", "step *= 2) {"),
-    (product, "acc[tile][i];\n  __syncthreads();", "acc[tile][i];"),
+    (product, "acc[out][tile][i];\n    __syncthreads();", "acc[out][tile][i];"),
     # A wrong lane.
     (
         plain,
