@@ -5,6 +5,7 @@ loaded model's layers that name is replaced, once, by a function that asks our l
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,14 @@ Mask = mx.array | str | None
 stock_attention: Callable[..., mx.array] = base.scaled_dot_product_attention
 # The modules whose models OneKV's engine runs: there the name stays replaced.
 hooked: set[str] = set()
-_watchers: list[list[int]] = []
+
+
+class _Watched(threading.local):
+    # Query heads of the calls of this thread since it began to watch, if it does: others load models meanwhile.
+    heads: list[int] | None = None
+
+
+_watched = _Watched()
 
 
 class Attends:
@@ -53,8 +61,8 @@ def attention(
     mask: Mask,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    for heads in _watchers:
-        heads.append(queries.shape[1])
+    if _watched.heads is not None:
+        _watched.heads.append(queries.shape[1])
     if isinstance(cache, Attends):
         out = cache.attend(queries, keys, values, scale, mask, sinks)
         if out is not None:
@@ -72,10 +80,10 @@ def install(model: Module) -> None:
 
 @contextmanager
 def watch() -> Iterator[list[int]]:
-    """Collects the number of query heads of every attention call made inside."""
-    heads: list[int] = []
-    _watchers.append(heads)
+    """Collects the number of query heads of every attention call that this thread makes inside."""
+    assert _watched.heads is None, "one at a time"
+    _watched.heads = heads = []
     try:
         yield heads
     finally:
-        _watchers.remove(heads)
+        _watched.heads = None
