@@ -82,7 +82,8 @@ def install(model: Module) -> None:
 def watch() -> Iterator[list[int]]:
     """Collects the number of query heads of every attention call that this thread makes inside."""
     assert _watched.heads is None, "one at a time"
-    _watched.heads = heads = []
+    heads: list[int] = []
+    _watched.heads = heads
     try:
         yield heads
     finally:
