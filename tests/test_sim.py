@@ -21,7 +21,7 @@ from onekv.sim.command import replay, save
 from onekv.sim.config import make_config
 from onekv.sim.coverage import TOPICS, table
 from onekv.sim.script import run_script, run_seed, shrink
-from onekv.sim.world import memory_folder
+from onekv.sim.tiers import memory_folder
 
 KEPT = sorted((Path(__file__).parent / "sim").glob("*.json"))
 # The seeds at which mutations are found soon, where it is not the first.

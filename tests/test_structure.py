@@ -15,7 +15,6 @@ LONGER = {
     "src/onekv/memory/attention/numba/kernel.py": "numba's cache sees changes of this file alone",
     "src/onekv/memory/attention/numba/plain_kernel.py": "numba's cache sees changes of this file alone",
     "src/onekv/memory/attention/cuda/encoded.py encoded_decode": "one launch with all its inputs",
-    "src/onekv/sim/world.py": "all operations of a script change the same world",
     "tests/architectures.py": "a list: one small configuration for each architecture",
 }
 

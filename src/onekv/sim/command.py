@@ -22,7 +22,7 @@ from ..errors import SettingError
 from .config import Config
 from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
-from .world import memory_folder
+from .tiers import memory_folder
 
 # Seconds between two lines about how far it is, where there is no terminal.
 TELL = 60.0

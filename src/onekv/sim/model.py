@@ -36,6 +36,21 @@ class Violation(BaseException):
     """Something that must hold does not. No handler of the engine may take it for a failed request."""
 
 
+class Known:
+    """The prefix hashes of a request's tokens, as far as there are tokens."""
+
+    def __init__(self, request: Request, start: int) -> None:
+        self.request, self._last, self._count = request, start, 0
+        self._hashes = np.empty(len(request.prompt) + request.max_tokens, np.uint64)
+
+    def hashes(self) -> Hashes:
+        if self._count < len(self.request.prompt) + len(self.request.tokens):
+            new = chain(self._last, self.request.all_tokens[self._count :])
+            self._hashes[self._count : self._count + len(new)] = new
+            self._count, self._last = self._count + len(new), new[-1]
+        return self._hashes[: self._count]
+
+
 class HashModel(Module):
     def __init__(self, truth: Truth) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

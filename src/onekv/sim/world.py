@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from mlx.nn.layers.base import Module
 
 from ..engine import Engine, EngineThread, Request
@@ -32,23 +31,19 @@ from ..engine.runner import Runner
 from ..errors import OneKVError, OverloadedError, SettingError
 from ..memory.kv import KVMemory
 from ..memory.pool.sequence import Sequence
-from ..memory.pool.table import FORGOTTEN
-from ..tiers.base import STATES
 from ..tiers.disk import DiskTier
-from ..tiers.image import images_of
-from ..tiers.remote.common import Setup
-from ..tiers.remote.seal import SEAL, Sealer
-from ..tiers.remote.tier import RemoteTier
-from ..tiers.store import LOG, SMALL
+from .audit import check_contents
 from .client import Client
 from .config import Config
 from .copies import Copies
-from .faults import Faults, Injected, Kill, SimClock, SimFiles
+from .coverage import figures
+from .faults import Faults, Injected, Kill, SimClock
 from .guesses import Guesses
-from .model import HashModel, HostRunner, Violation, pool_views
+from .model import HashModel, HostRunner, Known, Violation, pool_views
 from .neighbour import Neighbour
 from .store import SimStore
-from .truth import STOP, Hashes, Truth, as_rows, chain
+from .tiers import Limited, memory_folder, open_disk, open_remote
+from .truth import STOP, Hashes, Truth, chain
 
 Result = TypeVar("Result")
 
@@ -67,7 +62,7 @@ class World:
         self.turns = 0
         self.clients: list[Client] = []
         # Per open sequence: its request, the prefix hashes of its tokens, and how many of them are known.
-        self._hashes: dict[Sequence, _Known] = {}
+        self._hashes: dict[Sequence, Known] = {}
         # Prefix hashes of all that was ever computed, by salt, and conversations that can continue.
         self.seen: dict[str, set[int]] = {}
         self.talks: list[tuple[str, list[int]]] = []
@@ -76,8 +71,7 @@ class World:
         self._states: dict[Request, str] = {}
         # The requests that the engine works for, the innermost last.
         self._working: list[Several[Request]] = []
-        files = _Limited(self, self.faults, self.clock)
-        self.neighbour = Neighbour(self.folder / "kv", files, self.clock, self.counts)
+        self.neighbour = Neighbour(self.folder / "kv", self._files(), self.clock, self.counts)
         self._start()
 
     # The process
@@ -86,7 +80,8 @@ class World:
         config = self.config
         self.truth = Truth(config.layout, config.model)
         self.model = HashModel(self.truth)
-        self.tier, self.remote = self._open_tier(), self._open_remote()
+        self.tier = self._open_disk()
+        self.remote = open_remote(config, self.store, self.clock)
         self.thread = EngineThread(self._build, config.max_waiting, config.max_wait, now=self.clock.monotonic)
         try:
             self.engine = self.thread.open()
@@ -173,57 +168,19 @@ class World:
         ending = [client.request for client in self.clients if client.request.finished]
         self._blame(*(self._working[-1] if self._working else ()), *ending)
 
-    def _open_tier(self) -> DiskTier | None:
-        config = self.config
-        if config.disk_limit is None:
-            return None
-        images = images_of(config.layout, config.block_size)
-        staging = config.staging * max(image.size for image in images.values())
+    def _open_disk(self) -> DiskTier | None:
         try:
-            return DiskTier(
-                self.folder / "kv",
-                f"model {config.model} {config.plan.stored_as}",
-                "sim",
-                images,
-                config.block_size,
-                config.disk_limit,
-                staging,
-                config.write_budget,
-                files=_Limited(self, self.faults, self.clock),
-                clock=self.clock,
-                threads=False,
-            )
+            return open_disk(self.config, self.folder / "kv", self._files(), self.clock)
         except (Kill, SettingError) as error:
             # A user would see that and try again.
             self.counts[f"could not be opened: {type(error).__name__}"] += 1
             if not self.faults.armed:
                 raise Violation(f"the disk cache cannot be opened: {error}") from error
             self.faults.disarm()
-            return self._open_tier()
+            return self._open_disk()
 
-    def _open_remote(self) -> RemoteTier | None:
-        config = self.config
-        if config.remote is None:
-            return None
-        images = images_of(config.layout, config.block_size)
-        reads: dict[int, int | None] = {
-            part: None if group.rule.span is None else -(-group.rule.span // config.block_size) + 2
-            for part, group in enumerate(config.layout.groups)
-        }
-        setup = Setup(
-            self.store,
-            "a store",
-            Sealer(f"{config.model:032}", "a secret", config.block_size),
-            images,
-            config.block_size,
-            reads | {STATES: 1},
-            None,
-            config.remote,
-            self.clock,
-            threads=False,
-        )
-        room = config.staging * (max(image.size for image in images.values()) + SEAL)
-        return RemoteTier(setup, room, room, 1e9)
+    def _files(self) -> Limited:
+        return Limited(self.folder / "kv", lambda: self.config.disk_limit, self.faults, self.clock)
 
     def work(self, tasks: int = 1) -> None:
         """Let the tiers do what their threads would."""
@@ -304,8 +261,7 @@ class World:
 
     def _follow_requests(self) -> None:
         """Note what became of each request, and how much it reuses; a token at least must be left to compute."""
-        engine = self.engine
-        for request in engine.scheduler:
+        for request in self.engine.scheduler:
             before = self._states.get(request, "new")
             if before == request.state:
                 continue
@@ -345,50 +301,26 @@ class World:
         self._note_tokens()
         if self._pool_addresses() != self._addresses:
             raise Violation("an array of the pool was copied")
-        prefix = self.engine.prefix
-        for salt, root in prefix.index.roots.items():
-            open_nodes = [(root, self.truth.start)]
-            while open_nodes:
-                node, start = open_nodes.pop()
-                hashes = chain(start, np.frombuffer(node.tokens, np.int32).tolist())
-                end = hashes[-1] if hashes else start
-                open_nodes += [(child, end) for child in node.children.values()]
-                if not hashes:
-                    continue
-                if end not in self.seen.get(salt, ()):
-                    raise Violation("a block is cached that was never computed under its salt")
-                self._audit_node(node, np.array(hashes, np.uint64))
-
-    def _audit_node(self, node: Any, hashes: Hashes) -> None:
-        prefix = self.engine.prefix
-        for group, pool in enumerate(self.engine.memory.pools):
-            if node.blocks[group] == FORGOTTEN:
-                continue
-            begin = node.blocks[group] * pool.block_size
-            for view, (mark, width, _) in zip(pool_views(pool), self.truth.arrays[group], strict=True):
-                if not (view[:, begin : begin + len(hashes)] == as_rows(hashes, mark, width)).all():
-                    raise Violation(f"{pool.group.rule}: a cached block does not hold what it says")
-        snapshot = prefix.snapshots.get(node.key)
-        if snapshot is not None:
-            parts = [part for state in snapshot.states for part in state]
-            for number, part in enumerate(parts):
-                if np.array(part).tobytes() != self.truth.state(int(hashes[-1]), number):
-                    raise Violation("a snapshot is not of the tokens it is kept under")
+        check_contents(self.engine, self.truth, self.seen)
 
     def drain(self) -> None:
         """Nothing more goes wrong; all that was requested comes to its end, and nothing is held."""
         self.faults.disarm()
-        still = 0
+        everyone, still = self.engine.scheduler, 0
+
+        def progress() -> tuple[object, ...]:
+            lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.lease else 0) for r in everyone)
+            return lengths, self.tier.stats().hits if self.tier is not None else 0
+
         while not (self.engine.idle and self.thread.quiet):
-            before = self._progress()
+            before = progress()
             self.clock.seconds += 0.01
             self.turn()
             if self.remote is not None and self.turns % 2:
                 self.remote.work()
-            still = still + 1 if self._progress() == before else 0
+            still = still + 1 if progress() == before else 0
             if still > PATIENCE:
-                states = [request.state for request in self._states]
-                raise Violation(f"requests make no progress: {states}")
+                raise Violation(f"requests make no progress: {[request.state for request in self._states]}")
         for client in self.clients:
             raise Violation(f"a client got no end: {client.request.state}, {client.request.finish_reason}")
         if self.thread.open_jobs:
@@ -418,11 +350,6 @@ class World:
 
     # Helpers
 
-    def _progress(self) -> tuple[object, ...]:
-        everyone = self.engine.scheduler
-        lengths = tuple((r.state, len(r.tokens), r.sequence.length if r.lease else 0) for r in everyone)
-        return lengths, self.tier.stats().hits if self.tier is not None else 0
-
     def _expected(self, sequence: Sequence) -> Hashes | None:
         """The prefix hashes of the tokens that a sequence has stored."""
         if sequence not in self._hashes:
@@ -430,7 +357,7 @@ class World:
             if owner is None:
                 return None
             self._hashes = {each: known for each, known in self._hashes.items() if not known.request.finished}
-            self._hashes[sequence] = _Known(owner, self.truth.start)
+            self._hashes[sequence] = Known(owner, self.truth.start)
         hashes = self._hashes[sequence].hashes()
         if len(hashes) < sequence.length:
             raise Violation(f"a sequence has {sequence.length} tokens stored, its request {len(hashes)}")
@@ -469,67 +396,5 @@ class World:
     def _count_figures(self) -> None:
         """What the parts have counted since they were made."""
         self.faults.paused = True
-        stats = self.engine.prefix.stats()
-        if self.engine.speculation is not None:
-            guessed = self.engine.speculation.stats()
-            self.counts["guessed tokens"] += guessed.proposed
-            self.counts["guessed right"] += guessed.accepted
-            self.counts["guessed right and in doubt"] += guessed.doubtful
-        self.counts["hits"] += stats.hits
-        self.counts["blocks evicted"] += stats.evicted_blocks
-        self.counts.update({f"told: {kind}": count for kind, count in self.copies.told.items()})
-        self.counts.update({f"miss: {reason}": count for reason, count in stats.misses.items()})
-        if self.tier is not None:
-            tier = self.tier.stats()
-            for name in ("hits", "writes", "evicted", "discarded", "corrupt"):
-                self.counts[f"disk: {name}"] += getattr(tier, name)
-            self.counts["disk: set aside"] += tier.failed is not None
-        if self.remote is not None:
-            tier = self.remote.stats()
-            for name in ("hits", "writes", "discarded", "corrupt", "forged", "pauses", "late"):
-                self.counts[f"store: {name}"] += getattr(tier, name)
+        self.counts += figures(self.engine, self.copies.told, self.tier, self.remote)
         self.faults.paused = False
-
-
-class _Known:
-    """The prefix hashes of a request's tokens, as far as there are tokens."""
-
-    def __init__(self, request: Request, start: int) -> None:
-        self.request, self._last, self._count = request, start, 0
-        self._hashes = np.empty(len(request.prompt) + request.max_tokens, np.uint64)
-
-    def hashes(self) -> Hashes:
-        if self._count < len(self.request.prompt) + len(self.request.tokens):
-            new = chain(self._last, self.request.all_tokens[self._count :])
-            self._hashes[self._count : self._count + len(new)] = new
-            self._count, self._last = self._count + len(new), new[-1]
-        return self._hashes[: self._count]
-
-
-class _Limited(SimFiles):
-    """Sees to it that the folder never takes more than its limit."""
-
-    def __init__(self, world: World, faults: Faults, clock: SimClock) -> None:
-        super().__init__(faults, clock)
-        self._world = world
-        self._writes = 0
-
-    def write(self, handle: int, data: memoryview) -> int:
-        count = super().write(handle, data)
-        self._writes += 1
-        if self._writes % 16 == 0:
-            self.check()
-        return count
-
-    def check(self) -> None:
-        """All files, and those of parts beside what the index may need before the next look."""
-        limit = self._world.config.disk_limit
-        sizes = {file: file.stat().st_size for file in (self._world.folder / "kv").rglob("*") if file.is_file()}
-        parts = sum(size for file, size in sizes.items() if file.parent.parent.parent.name == "kv")
-        if limit is not None and max(sum(sizes.values()), parts + LOG + SMALL) > limit:
-            raise Violation(f"the folder takes {sum(sizes.values())} bytes, {parts} of them in parts, of {limit}")
-
-
-def memory_folder() -> str | None:
-    """Where files take no disk, if there is such a place."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
