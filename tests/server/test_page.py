@@ -126,7 +126,7 @@ def test_the_chat_streams_stops_and_branches(opened: Opened) -> None:
     page.fill("label:has-text('Temperature') input", "2")
     opened.send("Count from one to two hundred, in words.")
     page.wait_for_selector(".message[data-state=streaming]")
-    page.click("text=Stop")
+    page.get_by_role("button", name="Stop").click()
     page.wait_for_selector(".message[data-state=stopped]")
     assert page.locator(".message[data-state=stopped] .text").inner_text()
     # Known from the start of an answer, also of one that has no end.

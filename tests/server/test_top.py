@@ -111,16 +111,16 @@ def test_memory_reuse_tiers_and_models_fit_into_a_small_terminal(two: Server) ->
 
 def test_tiers_have_the_rates_of_now_and_requests_their_accepted_proposals(two: Server) -> None:
     snapshot, past = first(Asking(two.url)), figures.Past()
-    (tier,) = {id(tier): tier for model in snapshot["models"][:1] for tier in model["tiers"]}.values()
+    tiers = {tier["name"]: tier for model in snapshot["models"][:1] for tier in model["tiers"]}
     for other in snapshot["models"][1:]:
         other["tiers"] = []
     for second in range(6):
         # Reads end after the first seconds; what was read long ago is no rate of now.
-        tier |= {"promoted_bytes": min(second, 2) * 2**30, "written_bytes": second * 3 * 2**20}
+        tiers["disk"] |= {"promoted_bytes": min(second, 2) * 2**30, "written_bytes": second * 3 * 2**20}
         past.add(snapshot)
     assert past.rates("disk") == (0.0, 3 * 2**20) and past.rates("remote") == (0.0, 0.0)
-    (line,) = figures.tiers(snapshot, past)
-    assert "; read 2.00 GiB; written 15.00 MiB (3.00 MiB/s)" in line
+    disk, remote = figures.tiers(snapshot, past)
+    assert "; read 2.00 GiB; written 15.00 MiB (3.00 MiB/s)" in disk and "/s" not in remote
     tokens = {f"{name}_tokens": 10 for name in ("prompt", "cached", "stored", "generated", "max", "proposed")}
     request = {"id": 1, "state": "running", **tokens, "accepted_tokens": 7, "tokens_per_second": None, "age_s": 1.0}
     snapshot["models"][0]["requests"] = [request, {**request, "id": 2, "proposed_tokens": 0, "accepted_tokens": 0}]

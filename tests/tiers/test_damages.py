@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from damage import LIMIT, Watched, read_some
 from damages import CLOSED, execute
-from disk_parts import MB, address, open_tier, store
+from disk_parts import MB, address, offer, open_tier, store
 
 from onekv.tiers.base import STATES
 
@@ -48,3 +48,22 @@ def test_every_damage_can_follow_another(root, kind):
     with pytest.raises(UnicodeDecodeError):
         execute(root, "SELECT * FROM models")
     CLOSED[kind](root, random.Random(kind))
+
+
+@pytest.mark.parametrize("old, new", [(b"CHECK (id", b"\xf3HECK (id"), (b"meta (name", b"meta (nome")])
+def test_a_second_model_goes_without_a_damaged_index(root, old, new):
+    """Whatever SQLite makes of the damage, both models run, and the next start begins anew."""
+    first, index = open_tier(root), root / "index.db"
+    store(first, 3)
+    content = index.read_bytes()
+    assert old in content
+    index.write_bytes(content.replace(old, new))
+    second = open_tier(root, fingerprint="another")
+    assert "its index failed" in second.stats().failed
+    assert not offer(first, address(7)) and not offer(second, address(7))
+    first.close()
+    second.close()
+    tier = open_tier(root)
+    store(tier, 3)
+    assert tier.stats().failed is None and len(tier.find([address(0).key])) == 1
+    tier.close()

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,8 @@ class World:
         self._states: dict[Request, str] = {}
         # The requests that the engine works for, the innermost last.
         self._working: list[Several[Request]] = []
-        self.neighbour = Neighbour(self.folder / "kv", self._files(), self.clock, self.counts)
+        self.files = Limited(self.folder / "kv", lambda: self.config.disk_limit, self.faults, self.clock)
+        self.neighbour = Neighbour(self.folder / "kv", self.files, self.clock, self.counts)
         self._start()
 
     # The process
@@ -80,8 +82,7 @@ class World:
         config = self.config
         self.truth = Truth(config.layout, config.model)
         self.model = HashModel(self.truth)
-        self.tier = self._open_disk()
-        self.remote = open_remote(config, self.store, self.clock)
+        self.tier, self.remote = self._open_disk(), open_remote(config, self.store, self.clock)
         self.thread = EngineThread(self._build, config.max_waiting, config.max_wait, now=self.clock.monotonic)
         try:
             self.engine = self.thread.open()
@@ -114,8 +115,7 @@ class World:
     def _make_runner(self, model: Module, memory: KVMemory, max_batch: int) -> Runner:
         # The model is tried before the engine has all its parts.
         self.model.memory = memory
-        kind = Runner if self.config.device else HostRunner
-        return kind(model, memory, max_batch, self.config.together)
+        return (Runner if self.config.device else HostRunner)(model, memory, max_batch, self.config.together)
 
     def _set_traps(self, engine: Engine) -> None:
         """Let faults strike where the engine calls what may raise, and see whom it works for then."""
@@ -169,18 +169,19 @@ class World:
         self._blame(*(self._working[-1] if self._working else ()), *ending)
 
     def _open_disk(self) -> DiskTier | None:
+        opening = partial(open_disk, self.config, self.folder / "kv", self.files, self.clock)
         try:
-            return open_disk(self.config, self.folder / "kv", self._files(), self.clock)
+            return opening()
         except (Kill, SettingError) as error:
-            # A user would see that and try again.
             self.counts[f"could not be opened: {type(error).__name__}"] += 1
             if not self.faults.armed:
                 raise Violation(f"the disk cache cannot be opened: {error}") from error
-            self.faults.disarm()
-            return self._open_disk()
-
-    def _files(self) -> Limited:
-        return Limited(self.folder / "kv", lambda: self.config.disk_limit, self.faults, self.clock)
+        # A user would see that and try again.
+        self.faults.disarm()
+        try:
+            return opening()
+        except SettingError as error:
+            raise Violation(f"the disk cache cannot be opened again: {error}") from error
 
     def work(self, tasks: int = 1) -> None:
         """Let the tiers do what their threads would."""
@@ -215,9 +216,8 @@ class World:
         self._note_tokens()
         for client in self.clients:
             client.forget()
-        self.clients.clear()
-        self._hashes.clear()
-        self._states.clear()
+        for each in (self.clients, self._hashes, self._states):
+            each.clear()
 
     # What clients do
 

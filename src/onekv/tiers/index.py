@@ -332,8 +332,14 @@ def _batches(rows: Sequence[Each]) -> Iterator[Sequence[Each]]:
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """Errors of a damaged database that come as other types: a message that is no text, a length beyond all memory."""
+    """Damage that is reported as something else: a message that is not text, a length beyond all memory, or statements
+    that do not fit the tables, since the statements are right.
+    """
     try:
         yield
     except (UnicodeDecodeError, MemoryError) as error:
-        raise sqlite3.OperationalError(f"{type(error).__name__}: {error}") from error
+        raise IndexDamaged(f"{type(error).__name__}: {error}") from error
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR:
+            raise
+        raise IndexDamaged(str(error)) from error
