@@ -1,8 +1,10 @@
 """Damage at random, and that the drivers which do it would notice."""
 
 import random
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,4 +68,27 @@ def test_a_second_model_goes_without_a_damaged_index(root, old, new):
     tier = open_tier(root)
     store(tier, 3)
     assert tier.stats().failed is None and len(tier.find([address(0).key])) == 1
+    tier.close()
+
+
+@pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another model"])
+def test_a_lower_limit_that_meets_a_damaged_row(root, another):
+    """It evicts the oldest: that it is damaged was not seen before."""
+    tier = open_tier(root)
+    store(tier, 60)
+    tier.close()
+    beside = open_tier(root, fingerprint="another") if another else None
+    with closing(sqlite3.connect(root / "index.db", isolation_level=None)) as db:
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("UPDATE parts SET key = 5, used = -1 WHERE start = 0")
+    low = open_tier(root, limit=4 * MB)
+    if beside is None:
+        assert low.stats().failed is None and low.stats().corrupt == 1
+        assert store(low, 1) and low.find([address(0).key])
+    else:
+        assert "its index failed" in low.stats().failed and not offer(beside, address(9))
+        beside.close()
+    low.close()
+    tier = open_tier(root)
+    assert tier.stats().failed is None
     tier.close()

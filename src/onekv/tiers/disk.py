@@ -81,13 +81,15 @@ class DiskTier:
         self._index: DiskIndex | None = None
         try:
             with self._opened.turn:
-                self._open_twice(fingerprint, name)
+
+                def setup() -> Setup:
+                    # The model has a number when the index is open.
+                    return Setup(self._opened, self._shared.model, self._hash, block_tokens, write_budget, threads)
+
+                self._open_twice(fingerprint, name, setup)
                 self._model = self._shared.model
-                setup = Setup(self._opened, self._model, self._hash, block_tokens, write_budget, threads)
-                self._writer = Writer(setup, self._shared)
+                self._writer = Writer(setup(), self._shared)
                 self._readers = Readers(self._images, self._writer)
-                if self._index is not None:
-                    self._hold_limit(self._index, setup)
         except BaseException as error:
             if not threads and not isinstance(error, Exception):
                 self.kill()
@@ -100,11 +102,11 @@ class DiskTier:
                 f"the disk cache {folder} cannot be opened ({error}); choose another folder with --disk-cache"
             ) from error
 
-    def _open_twice(self, fingerprint: str, name: str) -> None:
+    def _open_twice(self, fingerprint: str, name: str, setup: Callable[[], Setup]) -> None:
         if self._opened.failed is not None:
             return
         try:
-            self._open(fingerprint, name)
+            self._open(fingerprint, name, setup)
         except sqlite3.OperationalError:
             raise
         except sqlite3.DatabaseError as error:
@@ -117,9 +119,9 @@ class DiskTier:
                 self._shared.fail(error)
             else:
                 # Without it, all starts over.
-                self._open(fingerprint, name, str(error))
+                self._open(fingerprint, name, setup, str(error))
 
-    def _open(self, fingerprint: str, name: str, damage: str | None = None) -> None:
+    def _open(self, fingerprint: str, name: str, setup: Callable[[], Setup], damage: str | None = None) -> None:
         opened, shared = self._opened, self._shared
         # Made in one thread and used by another, one at a time: see `_question`.
         if opened.ready:
@@ -138,13 +140,11 @@ class DiskTier:
             if not index.open_use():
                 store.remove_orphans()
                 opened.blocks, opened.files = self._folder.used()
-            opened.ready = True
-
-    def _hold_limit(self, index: DiskIndex, setup: Setup) -> None:
-        """It may be lower than it was."""
-        LimitedStore(Store(self._folder, index), setup, self._shared).make_room(0)
-        if self._shared.counts.evicted:
+        # The limit may be lower than it was.
+        LimitedStore(Store(self._folder, index), setup(), shared).make_room(0)
+        if shared.counts.evicted:
             index.shrink()
+        opened.ready = True
 
     def find(self, keys: Sequence[bytes], seconds: float = 0.0) -> dict[bytes, Entry]:
         entries = self._ask(lambda index: list(index.find(self._model, keys)))
