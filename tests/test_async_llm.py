@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -48,6 +49,22 @@ async def quiet(llm: AsyncLLM) -> None:
     await llm.call(LLM.check_integrity)
 
 
+class Held:
+    """A logits processor that keeps the engine waiting before more than `free` tokens of a prompt, until released."""
+
+    def __init__(self, free: int) -> None:
+        self._free, self._drawn = free, Counter()
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def __call__(self, tokens, logits):
+        prompt = tuple(tokens[: len(PROMPTS[0])])
+        self._drawn[prompt] += 1
+        if self._drawn[prompt] > self._free:
+            assert self.released.wait(60)
+        self.begun.set()
+        return logits
+
+
 def test_the_tokens_are_those_of_llm(expected):
     async def work(llm):
         assert (await llm.generate(PROMPTS[0], 12)).tokens == expected[0]
@@ -64,11 +81,15 @@ def test_the_tokens_are_those_of_llm(expected):
 
 def test_a_batch_comes_as_it_is_generated(expected):
     async def work(llm):
-        batch = llm.stream(PROMPTS, 12)
-        order = [index async for index, _ in batch]
+        # The first does not end before the last has begun.
+        held, order = Held(free=11), []
+        batch = llm.stream(PROMPTS, 12, logits_processors=[held])
+        async for index, _ in batch:
+            order.append(index)
+            if index == 3:
+                held.released.set()
         assert [c.tokens for c in batch.completions] == expected
-        # The first has not ended when the last begins.
-        assert len(order) - 1 - order[::-1].index(0) > order.index(3)
+        assert order.index(3) < len(order) - 1 - order[::-1].index(0)
 
     with_llm(work)
 
@@ -77,16 +98,16 @@ def test_cancelling_the_task_aborts_its_request(expected):
     async def work(llm):
         kept = []
         for call in (
-            lambda: llm.generate(PROMPTS[:2], 200),
-            lambda: everything(llm.stream(PROMPTS[0], 200)),
-            lambda: everything(kept.append(llm.stream(PROMPTS[0], 200)) or kept[0]),
+            lambda **options: llm.generate(PROMPTS[:2], 200, **options),
+            lambda **options: everything(llm.stream(PROMPTS[0], 200, **options)),
+            lambda **options: everything(kept.append(llm.stream(PROMPTS[0], 200, **options)) or kept[0]),
         ):
-            started = llm.stream(PROMPTS[2], 12)
-            task = asyncio.create_task(call())
-            while not (await llm.call(LLM.stats)).running:
-                await asyncio.sleep(0)
+            started, held = llm.stream(PROMPTS[2], 12), Held(free=1)
+            task = asyncio.create_task(call(logits_processors=[held]))
+            assert await asyncio.to_thread(held.begun.wait, 60)
             await anext(started)
             task.cancel()
+            held.released.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
             await everything(started)

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-import onekv.tiers.opening
+import onekv.engine.known
 from onekv import LLM
 from onekv.config import Settings
 from onekv.errors import SettingError
@@ -91,12 +91,12 @@ def test_a_second_user_goes_without_the_shared_folder_and_is_refused_others(mode
 
 def test_weights_are_hashed_once_for_all_tiers(model, tmp_path, monkeypatch):
     hashed = []
-    identity = onekv.tiers.opening.identity
-    monkeypatch.setattr(onekv.tiers.opening, "identity", lambda model: hashed.append(model) or identity(model))
+    identity = onekv.engine.known.identity
+    monkeypatch.setattr(onekv.engine.known, "identity", lambda model: hashed.append(model) or identity(model))
     tiers = {"disk_cache": str(tmp_path / "kv"), "disk_limit": "2GB", "remote_tier": f"file://{tmp_path}/shared"}
-    engine_of(model, kv_memory="80MiB", **tiers).close()
+    LLM(model, kv_memory="80MiB", **tiers).close()
     assert len(hashed) == 1
-    engine_of(model, kv_memory="80MiB").close()
+    LLM(model, kv_memory="80MiB").close()
     assert len(hashed) == 1, "nor where there are no tiers"
 
 

@@ -26,14 +26,15 @@ from onekv.server.metrics import Metrics
 from onekv.server.models.model import Model
 from terminal import Terminal
 
-# `onekv` in which a model is not loaded while there is a file NAME.wait in the folder that is the first argument, and
-# nothing is stored on disk while there is one named store.wait.
+# `onekv` in which a model is not loaded while there is a file NAME.wait in the folder that is the first argument, nothing
+# is stored on disk while there is one named store.wait, and no token is decoded while there is one named decode.wait.
 SLOW = """
 import sys, time
 import onekv.models.loader as loader
+from onekv.engine.runner import Runner
 from onekv.tiers.disk import DiskTier
 from pathlib import Path
-folder, load, offer = Path(sys.argv.pop(1)), loader.load_model, DiskTier.offer
+folder, load, offer, decode = Path(sys.argv.pop(1)), loader.load_model, DiskTier.offer, Runner.decode
 def wait(name):
     while (folder / f"{name}.wait").exists():
         time.sleep(0.01)
@@ -44,7 +45,10 @@ def slow_load(name, **options):
 def slow_offer(*given, **options):
     wait("store")
     return offer(*given, **options)
-loader.load_model, DiskTier.offer = slow_load, slow_offer
+def slow_decode(*given):
+    wait("decode")
+    return decode(*given)
+loader.load_model, DiskTier.offer, Runner.decode = slow_load, slow_offer, slow_decode
 from onekv.bench.soak import save_tiny
 from onekv.cli import main
 sys.exit(main())
@@ -218,12 +222,14 @@ def test_an_unload_tells_what_it_waits_for_and_what_it_stores(several: Server, f
     client = openai.OpenAI(base_url=f"{several.url}/v1", api_key="none", timeout=120)
     stream = client.completions.create(model="a", prompt="Go on.", max_tokens=400, stream=True, temperature=0)
     next(stream)
+    (folder / "decode.wait").touch()
     (folder / "store.wait").touch()
     done: list[Any] = []
     unloading = threading.Thread(target=lambda: done.append(onekv("unload", "a", "--url", several.url)))
     unloading.start()
     row = eventually(lambda: rows(several)["a"].get("unloading"))
     assert row["doing"] == "waiting for 1 request in flight"
+    (folder / "decode.wait").unlink()
     for _ in stream:
         pass
     row = eventually(lambda: "stored_bytes" in (row := rows(several)["a"]["unloading"]) and row)
