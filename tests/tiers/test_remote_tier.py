@@ -70,7 +70,7 @@ def test_begun_on_one_server_and_continued_on_another(name, folder, no_thread_di
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
-@pytest.mark.parametrize("kv_format", ["q8", "q4", "k8v4", "k6v4", "k5v4", "tq4", "tq3", "tq2"])
+@pytest.mark.parametrize("kv_format", ["q8", "q6", "q5", "q4", "k8v4", "k6v4", "k5v4", "tq4", "tq3", "tq2"])
 def test_encoded_blocks_come_back_as_they_were(name, kv_format, folder, no_thread_dies):
     """With windows, and beside recurrent states, too."""
     begun_and_continued(build(name, head_dim=32), folder, kv_format=kv_format)
