@@ -107,7 +107,7 @@ class DictStore:
             self.evicted += 1
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, name: str) -> None:
         raise AssertionError("nothing is wrong with any value")
 
     def close(self) -> None:

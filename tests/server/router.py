@@ -27,6 +27,8 @@ class Router:
         # Every event, as it came, and the topics.
         self.events: list[list[Any]] = []
         self.topics: set[str] = set()
+        # What it had after each message.
+        self.history: list[dict[int, Block]] = []
         self.last = -1
         self.gaps: list[tuple[int, int]] = []
         self._context = zmq.Context()
@@ -86,6 +88,7 @@ class Router:
         for event in events:
             self.events.append(event)
             getattr(self, event[0])(*event[1:])
+        self.history.append(dict(self.blocks))
 
     def BlockStored(self, hashes, parent, tokens, size, lora, medium, adapter) -> None:
         assert (lora, medium, adapter) == (None, "GPU", None)

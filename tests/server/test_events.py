@@ -14,7 +14,7 @@ from router import Block, Router
 
 from architectures import VOCAB, build
 from onekv.llm import LLM
-from onekv.prefix.events import Cleared, Removed, Stored, Unsent
+from onekv.prefix.events import Cleared, Event, Removed, Stored, Unsent
 from onekv.server.events import publisher as publishing
 from onekv.server.events.publisher import Publisher
 
@@ -134,6 +134,36 @@ def test_a_router_has_what_the_engine_has(publisher, router, tmp_path, name, see
     assert {"new", "go on", "fork", "several"} <= set(done)
     assert {event[0] for event in early.events} == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
     assert early.topics == {"kv@here@tiny"}
+
+
+@pytest.mark.parametrize(("name", "seed"), [("llama", 4), ("gemma3_text", 5), ("qwen3_next", 6)])
+def test_at_every_point_a_recorded_stream_is_what_the_index_was(publisher, router, monkeypatch, name, seed):
+    """While requests run, too: each message takes its reader to a state that the index had, in order."""
+    # So that a message has what several steps have done, and ends in the midst of one.
+    monkeypatch.setattr(publishing, "TOGETHER_S", 0.05)
+    stream, chance, talks = publisher(), random.Random(seed), []
+    reader = router(stream)
+    reader.history.clear()
+    with tiny(stream, name) as llm:
+        states = [cached_blocks(llm)]
+
+        def noted(event: Event) -> None:
+            stream.unsent.add(event)
+            states.append(cached_blocks(llm))
+            if chance.random() < 0.05:
+                time.sleep(2 * publishing.TOGETHER_S)
+
+        llm.engine.prefix.listen(noted)
+        for _ in range(30):
+            some_traffic(llm, chance, talks)
+        llm.engine.prefix.index.listener = None
+        # All of it, as it was recorded.
+        while reader.blocks != states[-1]:
+            reader.catch_up()
+    at = 0
+    for had in reader.history:
+        at = states.index(had, at)
+    assert len(reader.history) > 20 and at == len(states) - 1
 
 
 def test_a_restored_block_is_told_again(publisher, router, tmp_path):

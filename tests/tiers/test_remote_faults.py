@@ -117,7 +117,7 @@ def test_a_cluster_that_is_killed(tmp_path, right, caplog, no_thread_dies):
                 lambda store=store: store.heads(["onekv/a", "onekv/b"], 3),
                 lambda store=store: store.get("onekv/a", 3),
                 lambda store=store: store.put("onekv/a", memoryview(b"abc")),
-                lambda store=store: store.delete(["onekv/a"]),
+                lambda store=store: store.delete("onekv/a"),
             ):
                 with pytest.raises(Trouble):
                     ask_it()

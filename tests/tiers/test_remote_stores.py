@@ -75,7 +75,8 @@ def test_of_two_writers_of_the_same_block_one_writes_it(kind, request):
             value = stores[0].get(f"onekv/{number}", 10000)
             assert value is not None and bytes(value) == bytes([winner]) * 9000
     assert stores[0].heads(["onekv/0", "onekv/none"], 3)[1] is None
-    stores[0].delete(["onekv/0", "onekv/none"])
+    for name in ("onekv/0", "onekv/none"):
+        stores[0].delete(name)
     assert stores[1].get("onekv/0", 10) is None
     for store in stores:
         store.close()
@@ -188,7 +189,7 @@ def test_the_permissions_of_the_documentation_are_enough(kind, tmp_path, right, 
     # What is wrong is removed.
     store = opening._open_store(parse(url), 10.0)
     store.put("onekv/wrong", memoryview(b"wrong"))
-    store.delete(["onekv/wrong"])
+    store.delete("onekv/wrong")
     assert store.heads(["onekv/wrong"], 3) == [None]
     store.close()
     server.stop()

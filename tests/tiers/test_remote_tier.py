@@ -24,12 +24,13 @@ from remote_parts import (
     until,
 )
 
+from architectures import build
 from onekv import LLM
 from onekv.engine import Request
 from onekv.errors import SettingError
 from onekv.prefix import loading
 from onekv.tiers.remote import opening
-from stock import small_llama
+from onekv.tiers.remote import tier as remote_tier
 
 
 @pytest.fixture
@@ -68,11 +69,11 @@ def test_begun_on_one_server_and_continued_on_another(name, folder, no_thread_di
     begun_and_continued(name, folder)
 
 
-@pytest.mark.parametrize("kv_format", ["q8", "q4", "k8v4", "k6v4", "k5v4", "tq4", "tq3", "tq2"])
-def test_encoded_blocks_come_back_as_they_were(kv_format, folder, no_thread_dies):
-    begun_and_continued(
-        small_llama(3, num_hidden_layers=2, intermediate_size=64, head_dim=32), folder, kv_format=kv_format
-    )
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("kv_format", ["q8", "q6", "q5", "q4", "k8v4", "k6v4", "k5v4", "tq4", "tq3", "tq2"])
+def test_encoded_blocks_come_back_as_they_were(name, kv_format, folder, no_thread_dies):
+    """With windows, and beside recurrent states, too."""
+    begun_and_continued(build(name, head_dim=32), folder, kv_format=kv_format)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
@@ -153,6 +154,20 @@ def test_a_queue_that_is_small_takes_all_of_it_in_the_end(folder, tmp_path):
         assert tier.stats().queued_bytes <= llm.plan.remote_out < 25 * 9000
     # Closing waits for it.
     assert len(list((tmp_path / "shared").rglob("*-0.safetensors"))) == 25
+
+
+def test_what_is_beyond_the_rate_waits(folder, tmp_path, monkeypatch):
+    """And requests do not: at 100 bytes a second the second block is due after a minute and a half."""
+    monkeypatch.setattr(remote_tier, "CLOSE_SECONDS", 0.1)
+    with llm_of(url=folder, remote_write_rate=100) as llm:
+        ask(llm, prompt_of(1))
+        until(lambda: remote(llm).writes == 1)
+        llm.engine.prefix.share(1.0)
+        llm.engine.prefix.tiers[-1]._writes.flush(1.0)
+        assert remote(llm).writes == 1 and remote(llm).queued_bytes
+        assert ask(llm, prompt_of(2, 40))[1] == 0
+    # Nor does the end of the process, which only sends the one whose turn was next.
+    assert len(list((tmp_path / "shared").rglob("*-0.safetensors"))) <= 2
 
 
 def test_what_is_slower_than_computing_is_computed(folder):

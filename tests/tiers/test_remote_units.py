@@ -16,7 +16,7 @@ from onekv.tiers.remote.health import FIRST_PAUSE, LONGEST_PAUSE, Breaker, Pace
 from onekv.tiers.remote.seal import DAMAGED, FORGED, SEAL, Sealer
 from onekv.tiers.remote.tier import RemoteTier
 from onekv.tiers.remote.url import parse
-from onekv.tiers.remote.writes import Rate
+from onekv.tiers.remote.writes import OPERATIONS, Rate
 
 # URLs
 
@@ -180,6 +180,28 @@ def test_writes_keep_to_bytes_and_operations_per_second():
 
 
 # The tier, with its threads' steps made by hand
+
+
+def test_each_removal_counts_as_an_operation():
+    """A store may be full of wrong values, and is not flooded for that; nor is what waits to be put lost with one."""
+    clock, store = SimClock(), SimStore(Faults(), SimClock())
+    setup = Setup(
+        store, "a store", Sealer("m" * 32, None, BLOCK), {0: image(4096)}, BLOCK, {0: None}, None, "all", clock, False
+    )
+    tier = RemoteTier(setup, 10**6, 10**6, 1e9)
+    while tier.work():
+        continue
+    where = address(9)
+    tier.touch([where.key])
+    tier.drop([address(number).key for number in range(5)], wrong=True)
+    assert tier.offer(where, 0, lambda out: None)
+    store.values = {setup.sealer.name(address(number).key, 0): b"wrong" for number in range(5)}
+    for left in (4, 3, 2, 1, 0):
+        assert tier.work() and len(store.values) == left
+    assert tier.work() and list(store.values) == [setup.sealer.name(where.key, 0)]
+    # All of them together took as long as six may.
+    assert tier._writes._rate.wait(0, clock.monotonic()) == pytest.approx(6 / OPERATIONS, abs=1e-4)
+    tier.close()
 
 
 def test_what_is_computed_before_the_store_would_have_answered_is_not_looked_up():

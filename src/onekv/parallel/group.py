@@ -9,13 +9,18 @@ model, and it comes first on every rank. So membership in the group authenticate
 import json
 import os
 import secrets
+import signal
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ParallelError
+from .guard import STEP_LIMIT
 from .wire import Gone, Wire
 
 if TYPE_CHECKING:
@@ -59,10 +64,30 @@ def connect() -> Group | None:
     import mlx.core as mx
 
     try:
-        group = mx.distributed.init()
+        with _endable():
+            group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
         raise ParallelError(f"the ranks cannot connect: {error}; check that all of them are running") from error
     return Group(group.rank(), group.size(), group) if group.size() > 1 else None
+
+
+@contextmanager
+def _endable() -> Iterator[None]:
+    """While MLX waits for ranks that may never come, without end and without letting Python run, signals end this
+    process at once: mlx.launch sends one when another rank has failed. An alarm does if none has come in time.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in ending]
+    signal.alarm(int(STEP_LIMIT))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 def versions() -> str:
@@ -97,7 +122,8 @@ def _broadcast(group: Group, note: bytes) -> dict[str, str]:
 
     ours = mx.array(list(note.ljust(_NOTE, b" ")) if group.leads else [0] * _NOTE, mx.int32)
     try:
-        summed = np.array(mx.distributed.all_sum(ours, group=group.ranks), np.uint8)
+        with _endable():
+            summed = np.array(mx.distributed.all_sum(ours, group=group.ranks), np.uint8)
         heard: dict[str, str] = json.loads(summed.tobytes())
     except (RuntimeError, ValueError) as error:
         raise ParallelError(f"the ranks cannot communicate: {error}") from error

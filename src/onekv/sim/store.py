@@ -53,10 +53,9 @@ class SimStore:
         self.values[name] = bytes(value)
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, name: str) -> None:
         self._call()
-        for name in names:
-            self.values.pop(name, None)
+        self.values.pop(name, None)
 
     def close(self) -> None:
         """Nothing is held."""

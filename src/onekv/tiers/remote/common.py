@@ -102,7 +102,7 @@ class Common:
         # Parts that could not be read, and until when they count as not there.
         self.gone: Recent[Part, float] = Recent(REMEMBERED)
         # Values that are wrong and are to be removed.
-        self.wrong: list[str] = []
+        self.wrong: deque[str] = deque(maxlen=REMEMBERED)
         # Called with the lock held when there are some.
         self.clean: Callable[[], None] = lambda: None
         self._logged: set[str] = set()

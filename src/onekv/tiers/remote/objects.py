@@ -3,7 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,9 @@ class ObjectStore:
                 raise Trouble(_reason(error), refused=True) from error
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
-        with self._asking():
-            for name in names:
-                try:
-                    self._obstore.delete(self._store, name)
-                except FileNotFoundError:
-                    continue
+    def delete(self, name: str) -> None:
+        with self._asking(), suppress(FileNotFoundError):
+            self._obstore.delete(self._store, name)
 
     def close(self) -> None:
         """It holds nothing that has to be closed."""

@@ -26,8 +26,8 @@ class Store(Protocol):
     def put(self, name: str, value: memoryview) -> bool:
         """Store a value, unless there is one: then False."""
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Remove what is there of these."""
+    def delete(self, name: str) -> None:
+        """Remove a value, if there is one."""
 
     def close(self) -> None:
         """Close connections."""

@@ -87,10 +87,9 @@ class ValkeyStore:
         with self._asking() as client:
             return client.set(name, value, nx=True, px=self._ttl) is not None
 
-    def delete(self, names: Sequence[str]) -> None:
+    def delete(self, name: str) -> None:
         with self._asking() as client:
-            for name in names:
-                client.unlink(name)
+            client.unlink(name)
 
     def close(self) -> None:
         if self._client is not None:

@@ -96,25 +96,25 @@ class Writes:
         self._thread.repeat(self._one)
 
     def _one(self) -> bool:
-        """Remove what is wrong, and put the next one; False if there is nothing to do."""
+        """Remove something that is wrong, or put the next one; False if there is nothing to do."""
         common = self._common
         with common.lock:
-            wrong, common.wrong = common.wrong, []
             if not common.writable:
-                wrong = []
+                common.wrong.clear()
                 self._lose_all()
-            if not wrong and not self._queue:
+            if not common.wrong and not self._queue:
                 self._working = False
                 return False
-            part, buffer = self._queue.popleft() if self._queue else (None, None)
+            wrong = common.wrong.popleft() if common.wrong else None
+            part, buffer = self._queue.popleft() if wrong is None else (None, None)
             delay = self._rate.wait(len(buffer) if buffer is not None else 0, common.now())
             # The end of the process does not wait for it.
             common.wait(lambda: self._hurry, delay)
         stored = False
         try:
-            if wrong:
+            if wrong is not None:
                 self._setup.store.delete(wrong)
-            if part is not None and buffer is not None:
+            elif part is not None and buffer is not None:
                 stored = self._put(part, buffer)
         except Trouble as trouble:
             with common.lock:
