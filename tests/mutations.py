@@ -48,10 +48,10 @@ MUTATIONS = {
         Table, "close", "self.pool.release(self.held)", "self.pool.release(self.held[1:])"
     ),
     "a hash without its parent": Mutation(Index, "key_after", "_hash(parent + tokens)", "_hash(tokens)"),
-    "a block that goes is not told of": Mutation(
+    "a removed block is not reported": Mutation(
         Index, "remove", "self.listener is not None", "self.listener is not None and node.start"
     ),
-    "a block that came back is told as gone": Mutation(
+    "a block that came back is reported as removed": Mutation(
         Unsent, "add", "self._since.pop(event.key, None) is None", "True"
     ),
     "all salts share one tree": Mutation(
@@ -61,10 +61,10 @@ MUTATIONS = {
     "a part that could not be read counts as read": Mutation(
         Load, "run", "self.ended = True", "self.ended, self.problem = True, None"
     ),
-    "a block of a store is used as it comes": Mutation(
+    "a store's block is used without verification": Mutation(
         Fetches, "_fetch", "sealer.problem(name, content, fetch.image, fetch.address)", "None"
     ),
-    "a block that did not come counts as read": Mutation(
+    "a block that did not arrive counts as read": Mutation(
         Fetches, "read", "content is not None if f.ready", "True if f.ready"
     ),
     "a snapshot counts at a shorter length": Mutation(
@@ -76,14 +76,14 @@ MUTATIONS = {
         "self._store.memory.keep_states(self.sequence))",
         "self._store.__dict__.setdefault('_first', self._store.memory.keep_states(self.sequence)))",
     ),
-    "a promise is kept for ever": Mutation(Table, "close", "self.pool.unreserve(self.reserved)", "pass"),
+    "a reservation is never released": Mutation(Table, "close", "self.pool.unreserve(self.reserved)", "pass"),
     "a window restores without its oldest block": Mutation(
         restore, "_readable", "piece.end > first", "piece.start > first"
     ),
     "a block is published before it is written": Mutation(
         Lease, "publish", "min(self.sequence.length, len", "min(self.sequence.length + self._size, len"
     ),
-    "a node that a sequence goes on from is evicted": Mutation(
+    "a node that a sequence continues from is evicted": Mutation(
         Store, "_evict", "if self.removable(node):", "if not node.children and not node.pins:"
     ),
     "a pinned tail is taken over": Mutation(
@@ -105,13 +105,13 @@ MUTATIONS = {
     "a failed request's blocks are not closed": Mutation(
         Lease, "discard", "self._store.memory.close(self.sequence)", "pass"
     ),
-    "who ends while it waits stays in the queue": Mutation(
+    "a request that ends while waiting stays in the queue": Mutation(
         Scheduler, "move", 'state not in ("waiting", "looking")', 'state not in ("waiting", "looking", "finished")'
     ),
-    "what changed is forgotten when a step fails": Mutation(
+    "changes are lost when a step fails": Mutation(
         Engine, "_on_behalf_of", "self.runner.settle()", "self._changed.clear()\n        self.runner.settle()"
     ),
-    "an end is told twice": Mutation(
+    "an end is reported twice": Mutation(
         Jobs,
         "_report",
         "self._jobs.pop(request)",
@@ -121,7 +121,7 @@ MUTATIONS = {
     "a loaded sequence has one token less": Mutation(
         Lease, "loaded", "self._continue(loading.length,", "self._continue(loading.length - 1,"
     ),
-    "the limit of the disk is not held": Mutation(
+    "the disk limit is not enforced": Mutation(
         LimitedStore, "make_room", "if not victims:", "return True\n        if not victims:"
     ),
     "an unpinned block stays pinned": Mutation(

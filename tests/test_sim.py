@@ -26,14 +26,14 @@ from onekv.sim.tiers import memory_folder
 KEPT = sorted((Path(__file__).parent / "sim").glob("*.json"))
 # The seeds at which mutations are found soon, where it is not the first.
 FOUND_AT = {
-    "a block of a store is used as it comes": 5020,
+    "a store's block is used without verification": 5020,
     "a hash without its parent": 5001,
     "a checksum is not checked": 5001,
     "a part that could not be read counts as read": 5001,
     "a snapshot counts at a shorter length": 5005,
     "a state from the wrong boundary": 5002,
     "a pinned tail is taken over": 5003,
-    "the limit of the disk is not held": 5065,
+    "the disk limit is not enforced": 5065,
     "a failed request's blocks are not closed": 5002,
     "a disk block goes to its neighbour's place": 5001,
     "a loaded sequence has one token less": 5001,

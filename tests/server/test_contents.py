@@ -1,6 +1,7 @@
 """What is cached, for whoever may see it: blocks, conversations, look-ups; text for the key that sent it alone."""
 
 from collections.abc import Iterator
+from itertools import combinations, takewhile
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from starlette.testclient import TestClient
 
 from conftest import KEYS
 from onekv.bench.soak import save_tiny
+from onekv.server.admin.trees import BEFORE
 from onekv.server.app import create_app
 from onekv.server.backend import Backend
 from onekv.server.settings import ServerSettings
@@ -83,6 +85,23 @@ def test_what_two_conversations_share_is_one_row(client: TestClient) -> None:
     assert "long story" in shared["text"] and {"Who", "Where"} <= {
         word for row in branches for word in row["text"].split()
     }
+
+
+def test_rows_show_where_they_differ(client: TestClient) -> None:
+    """And not at length what they have in common: prefixes are shared by whole blocks, of 16 tokens here."""
+    for words in (0, 4, 8):
+        for end in ("Who was it?", "Where was it?"):
+            ask(client, STORY + "And " * words + end)
+    rows = tree(client)["rows"]
+    # What stands after the mark is not the beginning of the row.
+    assert any(row["text"].startswith("…") for row in rows)
+    pairs = [(one, other) for one, other in combinations(rows, 2) if one["parent"] == other["parent"]]
+    assert len(pairs) >= 3
+    for one, other in pairs:
+        same = takewhile(
+            lambda words: words[0] == words[1], zip(one["text"].split(), other["text"].split(), strict=False)
+        )
+        assert len([*same]) <= BEFORE + 1
 
 
 def test_text_is_for_the_key_that_sent_it(client: TestClient) -> None:

@@ -77,6 +77,41 @@ def test_requests_are_shown_while_they_run(server: Server) -> None:
         assert answer.result()["usage"]["completion_tokens"] == 400
 
 
+def test_requests_that_have_ended_have_their_final_figures(server: Server) -> None:
+    """Also those that were over before anyone could see them run; the last five stay."""
+    usages = [ask(server, f"{number} is a number.", 1)["usage"] for number in range(4)]
+    with watching(server.url, KEYS[0]) as snapshots, ThreadPoolExecutor() as pool:
+        known = shown(next(snapshots))["ended"]
+        assert len(known) <= 5 and [each["prompt_tokens"] for each in known[-4:]] == [
+            u["prompt_tokens"] for u in usages
+        ]
+        answer = pool.submit(ask, server, "Count for a long time, please.", 200)
+        seen = until(snapshots, lambda each: any(r["generated_tokens"] for r in shown(each)["requests"]))
+        (running,) = shown(seen)["requests"]
+        after = until(snapshots, lambda each: not shown(each)["requests"])
+        last, usage = shown(after)["ended"][-1], answer.result()["usage"]
+    assert (last["id"], last["state"], last["generated_tokens"], last["max_tokens"]) == (
+        running["id"],
+        "ended",
+        200,
+        200,
+    )
+    assert last["prompt_tokens"] == usage["prompt_tokens"] and last["tokens_per_second"] > 0
+    assert last["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert last["age_s"] >= running["age_s"] and len({each["id"] for each in shown(after)["ended"]}) == 5
+
+
+def test_requests_one_after_the_other_are_not_taken_for_one(server: Server) -> None:
+    """Python often gives a new request the address of the one before."""
+    lengths: dict[int, set[int]] = {}
+    with watching(server.url, KEYS[0]) as snapshots, ThreadPoolExecutor() as pool:
+        asked = pool.submit(lambda: [ask(server, "word " * 2 * number, 24) for number in range(1, 9)])
+        while not asked.done():
+            for each in [*shown(found := next(snapshots))["requests"], *shown(found)["ended"]]:
+                lengths.setdefault(each["id"], set()).add(each["prompt_tokens"])
+    assert len(lengths) >= 8 and {len(each) for each in lengths.values()} == {1}
+
+
 def test_blocks_that_two_requests_share_say_so(server: Server) -> None:
     prefix = "A long beginning that both have in common. " * 30
     ask(server, prefix)

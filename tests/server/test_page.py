@@ -131,11 +131,11 @@ def test_the_chat_streams_stops_and_branches(opened: Opened) -> None:
     assert page.locator(".message[data-state=stopped] .text").inner_text()
     # Known from the start of an answer, also of one that has no end.
     assert int(page.locator(".message[data-state=stopped] [data-figure=computed]").inner_text()) > 0
-    page.fill("label:has-text('Most tokens') input", "12")
+    page.fill("label:has-text('Max. tokens') input", "12")
     page.click("text=Regenerate")
     opened.answered()
     assert "2 of 2" in page.locator("[data-role=assistant] .siblings").inner_text()
-    page.click("[data-role=assistant] [aria-label='Branch before']")
+    page.click("[data-role=assistant] [aria-label='Previous branch']")
     assert page.locator(".message[data-state=stopped]").count() == 1
     page.click("[data-role=user] >> text=Edit")
     page.fill(".editor textarea", "Count from one to two hundred, in digits.")
@@ -146,6 +146,48 @@ def test_the_chat_streams_stops_and_branches(opened: Opened) -> None:
     # What both questions begin with was computed once, and is stored once.
     assert int(figures["cached"]) > 0 and int(figures["computed"]) > 0
     assert re.match(r"[\d.]+ [KM]iB of KV shared", page.locator("[data-figure=saved]").inner_text())
+
+
+def test_requests_are_listed_while_they_run_and_when_they_have_ended(opened: Opened, server: Server) -> None:
+    """The cached share, the progress of prefill, speed; and in the end what the client was told."""
+    prefix = "These words are in both of the requests that are listed. " * 12
+    ask(server, prefix)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask, server, f"{prefix} And these are new. " * 4, 60)
+        opened.page.wait_for_selector("tr[data-state=running]")
+        usage = asked.result()["usage"]
+    prompt, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    assert 0 < cached < prompt
+    opened.until(lambda: opened.page.locator("tr[data-state=running], tr[data-state=prefilling]").count() == 0)
+    _, state, said, generated, speed, *_ = opened.table("requests")[0]
+    assert state == "ended" and said.strip() == f"{cached:,} cached of {prompt:,}"
+    assert generated.replace(" ", "") == "60/60" and float(speed) > 0
+    shares = opened.page.locator(".requests tbody tr").first.locator(".bar i")
+    widths = [float(share.get_attribute("style").removeprefix("width: ").rstrip("%;")) for share in shares.all()]
+    assert abs(widths[0] - 100 * cached / prompt) < 0.1 and abs(sum(widths) - 100) < 0.1
+
+
+def test_escape_does_not_lose_the_dialog_for_the_key(browser: Any, server: Server) -> None:
+    page = Opened(browser, server.url)
+    page.page.wait_for_selector("dialog[open]")
+    for _ in range(3):
+        page.page.keyboard.press("Escape")
+    page.page.wait_for_selector("dialog[open]")
+    page.give_key(KEYS[0])
+    page.page.wait_for_selector("[data-state=live]")
+    page.page.close()
+
+
+def test_on_a_phone_all_of_a_row_is_on_the_screen(opened: Opened, server: Server) -> None:
+    ask(server, "What fits on a phone? " * 8)
+    ask(server, "What fits on a phone? " * 6 + "And what does not?")
+    page = opened.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    for selector in (".tree .actions button", ".tree .words", ".misses .said"):
+        opened.until(lambda selector=selector: page.locator(selector).count() > 0)
+        for each in page.locator(selector).all():
+            box = each.bounding_box()
+            assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 390, selector
 
 
 def test_a_tab_in_the_background_stops_watching(opened: Opened, server: Server) -> None:
@@ -170,7 +212,7 @@ def test_a_tab_in_the_background_stops_watching(opened: Opened, server: Server) 
 def test_a_hostile_prompt_is_text(opened: Opened) -> None:
     page = opened.page
     page.click("summary:text('Settings')")
-    page.fill("label:has-text('Most tokens') input", "4")
+    page.fill("label:has-text('Max. tokens') input", "4")
     hostile = [
         "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script><b>bold</b>",
         "\u202eright to left\u202c שלום &amp; ${document.title}",
@@ -216,7 +258,7 @@ def test_nothing_serious_for_axe(browser: Any, server: Server, scheme: str) -> N
     page.give_key(KEYS[0])
     page.page.wait_for_selector("[data-state=live]")
     page.page.click("summary:text('Settings')")
-    page.page.fill("label:has-text('Most tokens') input", "6")
+    page.page.fill("label:has-text('Max. tokens') input", "6")
     page.send("What is a pool? " + "A long question scrolls. " * 80)
     page.answered()
     ask(server, "Asked by somebody else.", headers=OTHER)

@@ -65,7 +65,7 @@ class ServerProcess:
 
 
 def resident(pid: int, figure: str = "VmRSS") -> int | None:
-    """Bytes of a process in memory, as Linux tells them; None if it has ended, or elsewhere."""
+    """Bytes of a process in memory, as Linux reports them; None if it has ended, or on other systems."""
     try:
         found = re.search(rf"{figure}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -109,7 +109,7 @@ def mlx_lm_server(entry: str, *arguments: str) -> AbstractContextManager[ServerP
 def other_server(
     command: Sequence[str], model: str, started: Callable[[int], None] | None = None
 ) -> Iterator[ServerProcess]:
-    """A server that is told its port with `--port`, and answers at /health when it is ready; see `onekv_server`."""
+    """A server that gets its port by `--port`, and answers at /health when it is ready; see `onekv_server`."""
     with socket.socket() as free:
         free.bind((LOCAL, 0))
         port = free.getsockname()[1]
@@ -167,7 +167,7 @@ def _wait_for(process: "subprocess.Popen[bytes]", log: Path, ready: Callable[[],
         if found := ready():
             return found
         time.sleep(0.1)
-    raise OneKVError(f"a server did not start; it said:\n{log.read_text()[-2000:]}")
+    raise OneKVError(f"a server did not start; its log ends with:\n{log.read_text()[-2000:]}")
 
 
 # Requests

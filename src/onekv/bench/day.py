@@ -1,4 +1,4 @@
-"""A day in the life of a server with more models than fit: what must never happen does not, and what it takes is told.
+"""A day in the life of a server with more models than fit: what must never happen does not, and its cost is reported.
 
 Four small models with random weights: `a` is pinned, of `b` and `c` one fits beside it, `d` can never be loaded.
 Clients hold conversations with all of them, in random order, whose prompts grow from turn to turn; some close the

@@ -352,7 +352,7 @@ def _generate(engine: Engine, prompt: list[int], count: int) -> Request:
     return request
 
 
-# The process's own memory, as Linux tells it
+# The process's own memory, as Linux reports it
 
 
 def _reset_resident() -> None:

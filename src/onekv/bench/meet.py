@@ -37,7 +37,7 @@ SHORT, GENERATED = 40, 16
 LEAST = 1024
 # For the template and for answers.
 MARGIN = 512
-# How often the engine is asked for its step.
+# How often the engine's step is read.
 ASK_S = 0.02
 
 
@@ -170,7 +170,7 @@ class Begins:
         """A server that was asked at one moment, and whose answer was there at another, is in a step of this age."""
         earliest, latest = asked - age, told - age
         if self._known and earliest <= self._known[-1][1]:
-            # The same step, or one that cannot be told from it; by several answers its beginning is known better.
+            # The same step, or one that looks the same; several answers show its beginning more exactly.
             before = self._known.pop()
             earliest, latest = max(earliest, before[0]), min(latest, before[1])
         self._known.append((earliest, max(earliest, latest)))

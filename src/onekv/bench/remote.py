@@ -144,7 +144,7 @@ def _first(model: Module, name: str, kv_format: str, store: Store, tokens: int, 
                 engine.prefix.share(1.0)
             tier.flush()
             engine.prefix.forget()
-            # What it knows of the store, too.
+            # Including what it knows about the store.
             tier.clear()
             # It is read even where computing would be faster, so that there is something to compare.
             engine.prefix.computed(1, 60.0)

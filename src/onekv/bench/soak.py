@@ -56,7 +56,7 @@ SETTLE_S = 60.0
 LOOKS, LOOK_S = 6, 0.3
 # What a thread that waits for work has; how many there are depends on the moment, and they are not counted.
 THREAD_OBJECTS = 36
-# A request that is told this often to come back later is starved.
+# A request that is rejected this often with "retry later" is starved.
 MOST_TRIES = 100
 
 
@@ -203,7 +203,8 @@ class _Soak:
             except http().TransportError as error:
                 process = self._server.process
                 if process is not None and process.poll() is not None:
-                    raise OneKVError(f"the server ended; it said:\n{self._server.log.read_text()[-2000:]}") from None
+                    last = self._server.log.read_text()[-2000:]
+                    raise OneKVError(f"the server ended; its log ends with:\n{last}") from None
                 return self._wrong(call, f"{type(error).__name__}: {error}")
             if status != 429:
                 expected = status == call.status and problem is None

@@ -38,7 +38,7 @@ COMMANDS = {
     "plan": "show a model's memory footprint without loading it",
     "doctor": "check whether OneKV is exact, flat and fast on this machine",
     "demo": "hold a short conversation and show speed and memory",
-    "mlx-server": "mlx_lm.server with OneKV's caches: the same flags, plus --kv-memory",
+    "mlx-server": "run mlx_lm.server with OneKV's caches; it takes the same flags, plus --kv-memory",
     "cache": "inspect, verify or clear the disk cache",
     "sim": "simulate the engine from a seed, with injected faults, and check every answer",
     "bench": "benchmark against mlx-lm, side by side",

@@ -1,4 +1,4 @@
-"""The coding agents that `onekv launch` knows: what each needs, and how it is told where the server is.
+"""The coding agents that `onekv launch` knows: what each needs, and how it learns where the server is.
 
 An agent gets variables, arguments before its own, and files in a folder that is removed afterwards. Nothing of the
 user's is changed, so there is nothing to restore.

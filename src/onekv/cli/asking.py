@@ -75,7 +75,7 @@ class Asking:
 
     @contextmanager
     def _opened(self, path: str, method: str, timeout: float | None) -> Iterator[http.client.HTTPResponse]:
-        """An answer to read from; what goes wrong then is told as what went wrong before."""
+        """An answer to read from; errors while reading are reported like earlier ones."""
         address = self.url.rstrip("/") + path
         request = urllib.request.Request(address, method=method, headers={"Authorization": f"Bearer {self.key}"})
         # This machine is not asked by a proxy.

@@ -42,7 +42,7 @@ EXAMPLES = """onekv launch claude
   onekv launch codex --port 9000 -- exec "What does this project do?"
   onekv launch opencode --print                     show what would be started, and how"""
 HOST = "127.0.0.1"
-# How often a server that starts is asked whether it is ready, and how long one that ends may take beside its grace.
+# How often a starting server is polled, and how long a stopping one may take in addition to its grace period.
 ASK_SECONDS, END_SECONDS = 0.25, 30.0
 COUNTED = ("onekv_prompt_tokens_total", "onekv_cached_tokens_total", "onekv_generated_tokens_total")
 

@@ -25,7 +25,7 @@ _PLACES = {"onekv": "OneKV's", "huggingface": "Hugging Face's", None: "none"}
 
 @dataclass(frozen=True)
 class Listed:
-    """A model, what it is, and why that cannot be told or it is no use, if so."""
+    """A model, what it is, and why that is unknown or it cannot be used, if so."""
 
     model: LocalModel
     kind: Kind | None

@@ -1,4 +1,4 @@
-"""What `onekv ps`, `load` and `unload` share: a server's models as /admin/models tells of them, and changes to them."""
+"""What `onekv ps`, `load` and `unload` share: the models of a server, from /admin/models, and changes to them."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ from .asking import Asking
 
 Overview = dict[str, Any]
 Row = dict[str, Any]
-# How often it is asked how far a change is.
+# How often the progress of a change is read.
 LOOK_SECONDS = 0.5
 _PATH = "/admin/models"
 

@@ -39,7 +39,7 @@ from .errors import BadRequestError, for_client
 from .explain import ANSWER, ASK, explained, header, lost
 
 KEEP_ALIVE_S = 5.0
-# How often a client is told how far its prompt is, if it wants to know.
+# Seconds between reports of prefill progress, for clients that ask for them.
 PROGRESS_S = 0.5
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -74,15 +74,15 @@ class Answer(ABC):
     keep_alive: str = ": keep-alive\n\n"
     # What this API calls the fields that preparing may complain about.
     fields: ClassVar[Mapping[str, str]] = {}
-    # Whether the client wants to be told how far its first prompt is (`progress`).
+    # Whether the client wants prefill progress of its first prompt (`progress`).
     wants_progress: bool = False
 
     def begin(self, prompt_tokens: int) -> Iterable[str]:
-        """What is sent before anything is said; `prompt_tokens` are those of the first prompt."""
+        """What is sent before any text; `prompt_tokens` are those of the first prompt."""
         return ()
 
     def found(self, cached_tokens: int) -> Iterable[str]:
-        """What is sent when it is known how much of the first prompt was cached, before anything is said."""
+        """What is sent once it is known how much of the first prompt was cached, before any text."""
         return ()
 
     def waiting(self) -> str:
@@ -185,7 +185,7 @@ async def prepared_for(answer: Answer, prepare: Callable[[], Prepared]) -> Prepa
 
 
 async def note_lost(backend: Backend, prepared: Prepared, finish: Finish) -> None:
-    """Have the log tell where the first prompt leaves the nearest cached conversation, if it leaves one."""
+    """Log where the first prompt diverges from the nearest cached conversation, if it does."""
     entry, branch = journal.current.get(), finish.branch
     if entry is not None and branch is not None and journal.log.isEnabledFor(logging.INFO):
         tokens = prepared.generations[0].tokens
@@ -200,7 +200,7 @@ class Rendering:
         self.open = len(choices)
         # How the first choice ended.
         self.first: Finish | None = None
-        # Whether the first prompt is stored, as its first token tells.
+        # Whether the first prompt is stored: known from its first token on.
         self.found = False
 
     def frames(self, events: list[tuple[int, Event]]) -> Iterator[str]:
@@ -214,7 +214,7 @@ class Rendering:
                     self.first = delta if index == 0 else self.first
             if not self.open:
                 yield from self._answer.end()
-        except Exception as error:  # noqa: BLE001  it is told, or logged and told
+        except Exception as error:  # noqa: BLE001  it is reported to the client, and logged if it is ours
             self.open = 0
             yield from self._answer.fail(for_client(error))
 

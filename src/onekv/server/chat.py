@@ -46,7 +46,7 @@ class ChatChoice:
     def read(self, event: Delta | End) -> list[TypedDelta]:
         if isinstance(event, End):
             found = self._counted(self._splitter.finish(cut_off=event.finish_reason == "length"))
-            # What was cut at a stop string has tokens that were not said; the end of a call was.
+            # Text cut at a stop string has tokens that were not sent; the end of a call was sent.
             if event.stopped_by in (None, self._one_call) and self._remember is not None:
                 self._remember(Said.of_deltas(self._said), self._tokens)
             return [*found, Finish.of(event, self._called, self._reasoning_tokens)]

@@ -48,7 +48,7 @@ class Limits:
         """`wanted` connections, or as many as the process's file handles allow; `timeout` seconds for each step."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         files = 2**20 if soft == resource.RLIM_INFINITY else soft
-        # The rest is for files, for those being refused, and for those accepted of which asyncio has not yet told.
+        # The rest is for files, for those being refused, and for accepted ones that asyncio has not yet reported.
         most = files // 2
         if wanted is not None and wanted > most:
             raise SettingError(

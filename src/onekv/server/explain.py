@@ -44,7 +44,7 @@ def header(said: dict[str, Any]) -> str:
 
 def lost(backend: Backend, call: ChatCall | None, tokens: list[int], branch: Branch) -> list[Field]:
     """The same for the request's line in the log, in short: how many tokens could have been found, if any, and which
-    words in which message the prompt leaves with."""
+    words and in which message the prompt diverges."""
     leaves = _leaves(backend, call, tokens, branch)
     parts = [Field(f"lost={branch.again}", lost=branch.again)] if branch.again else []
     if (message := leaves["message"]) is not None:

@@ -65,7 +65,7 @@ class Guard(Around):
             self._check_host(headers)
             self._check_origin(scope, headers)
             key = self._key(scope["path"], headers)
-            # The first key is that of whoever runs the server.
+            # The first key is the operator's.
             state = {"salt": self._salts[key] if self._keys else "", "administrator": key == 0}
             scope.setdefault("state", {}).update(state)
             body = await self._read(headers, receive)
@@ -75,7 +75,7 @@ class Guard(Around):
         await self._answer(scope, _replay(body, receive), send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Whatever fails that no handler knows is logged, and the client is told no more than where."""
+        """An error that no handler knows is logged; the client only learns where to find it in the log."""
         started = False
 
         async def sending(message: ASGIMessage) -> None:

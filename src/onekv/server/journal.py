@@ -41,7 +41,7 @@ def new_id() -> str:
 
 @dataclass
 class Entry:
-    """One request, as the log will tell it."""
+    """One request, as it will appear in the log."""
 
     id: str
     method: str
@@ -56,7 +56,7 @@ class Entry:
     # What was generated for it, by which model.
     model: str = ""
     generations: Sequence[Observed] = ()
-    # Where its prompt leaves the nearest cached conversation, if it leaves one (explain.py).
+    # Where its prompt diverges from the nearest cached conversation, if it does (explain.py).
     lost: Sequence[Field] = ()
     # How often each rule of hygiene was applied to its prompt.
     cleaned: Mapping[str, int] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def request_id() -> str | None:
 def background(path: str) -> Iterator[Entry]:
     """For what continues when its request has been answered: a line of its own at its end, under the request's id.
 
-    There is none if it raises: it has not begun, which the request is told, or that is in the log.
+    There is none if it raises: then it has not begun, and the request gets the error, or the log has it.
     """
     entry = Entry(request_id() or new_id(), "BACKGROUND", path)
     token = current.set(entry)

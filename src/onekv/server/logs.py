@@ -66,7 +66,7 @@ class _Objects(logging.Formatter):
 
 
 def quiet_uvicorn() -> None:
-    """Uvicorn tells what it is about in a logger named uvicorn.error, which looks like an error and is none."""
+    """Uvicorn logs what it does to a logger named uvicorn.error, which looks like an error and is none."""
     logging.getLogger("uvicorn.error").addFilter(_worth_telling)
 
 

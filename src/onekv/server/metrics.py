@@ -4,7 +4,9 @@ Requests are observed in the engine's thread, as their events arrive; the gauges
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -22,6 +24,9 @@ from .lookups import Lookups
 # Seconds: from 1 ms, between two tokens on a fast device, to 5 minutes, a long answer.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
+# Requests that have ended and are still shown to watchers.
+ENDED_KEPT = 5
+
 # Else every counter comes twice, as a time too: onekv_requests_created is not how many were created.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -36,6 +41,8 @@ class Metrics:
         self._snapshot = _Snapshot()
         # What requests found in the cache, for whoever asks why.
         self.lookups = Lookups()
+        # The last requests that ended, for watchers: most are over before anyone has seen them run.
+        self.ended: deque[Ended] = deque(maxlen=ENDED_KEPT)
         self._registry.register(self._snapshot)
         registry = self._registry
         self._requests = Counter(
@@ -131,8 +138,25 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The final figures of a request. `number` and `created` are those of the `RequestView`s it had."""
+
+    number: int
+    created: float
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    max_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    # While it generated; None if it had fewer than two moments at which tokens came.
+    tokens_per_second: float | None
+    seconds: float
+
+
 class Observed:
-    """One request, as its events tell it. The engine's thread changes it, and tells the metrics; any may read it."""
+    """One request, as seen from its events. The engine's thread updates it and the metrics; any thread may read it."""
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics, self._request = metrics, request
@@ -160,6 +184,7 @@ class Observed:
             self.missed = self._request.missed
             self.outcome = event.finish_reason if isinstance(event, End) else type(event).__name__
             self._metrics.request_ended(self.outcome, now - self.created)
+            self._metrics.ended.append(self._ended(now))
         elif event.tokens:
             if self.first is None:
                 self.first, self.cached_tokens = self._request.first, self._request.cached_tokens
@@ -170,6 +195,21 @@ class Observed:
                 self._metrics.tokens_came(len(event.tokens), now - self.last)
             self.generated += len(event.tokens)
             self.last = now
+
+    def _ended(self, now: float) -> Ended:
+        seconds = self.last - (self.first if self.first is not None else self.last)
+        return Ended(
+            number=id(self._request),
+            created=self.created,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated,
+            max_tokens=self._request.max_tokens,
+            proposed_tokens=self.proposed,
+            accepted_tokens=self.accepted,
+            tokens_per_second=round((self.generated - self.began_with) / seconds, 1) if seconds > 0 else None,
+            seconds=round(now - self.created, 2),
+        )
 
 
 class _Snapshot(Collector):

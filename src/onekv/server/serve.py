@@ -69,9 +69,9 @@ def serve(specs: list[ModelSpec], memory: str | int | None, settings: ServerSett
             metrics.add(EventFigures(publisher.stats))
     server = make_server(backend, settings, limits)
     for stop in (signal.SIGINT, signal.SIGTERM):
-        # Uvicorn handles them while it runs, and when it has shut down raises them again for whoever was there before.
+        # Uvicorn handles them while it runs, and after its shutdown raises them again for the previous handlers.
         signal.signal(stop, server.end)
-    # Before anyone is told the address.
+    # Before the address is printed.
     listener.listen(BACKLOG)
     host, port = listener.getsockname()[:2]
 
@@ -90,7 +90,7 @@ def serve(specs: list[ModelSpec], memory: str | int | None, settings: ServerSett
     server.run(sockets=[listener])
     for publisher in publishers:
         if publisher is not None:
-            # After the engines: what they forgot at their end is told, too.
+            # After the engines: what they remove at their end is published, too.
             publisher.close()
     if server.error is not None:
         raise server.error
@@ -155,7 +155,7 @@ def make_server(
 
 
 class Server(uvicorn.Server):
-    """Stops the engine while connections are still there, so that requests that are cut off are told.
+    """Stops the engine while connections are still there, so that requests that are cut off get an error.
 
     `error` is why it ended, if that was not because it was told to, or how the end failed.
     """
@@ -200,7 +200,7 @@ class Server(uvicorn.Server):
         while stopping.is_alive() and not self.force_exit:
             await asyncio.sleep(0.05)
         if stopping.is_alive() and self.error is None:
-            # Ctrl-C once more: whoever pressed it does not want to wait.
+            # Ctrl-C once more: exit without waiting.
             self.error = KeyboardInterrupt()
 
     def _stop_engine(self) -> None:

@@ -26,18 +26,18 @@ class Copies:
         self._unsent.add(event)
 
     def check(self, late: bool) -> None:
-        """What was told is what there is; with `late`, also for who takes it now and then."""
+        """What was reported is what there is; with `late`, also for a subscriber that reads now and then."""
         self._now.check(self._prefix)
         if late:
             self._take()
             self._late.check(self._prefix)
 
     def check_ended(self) -> None:
-        """The engine is closed: whoever listened has heard that nothing is left."""
+        """The engine is closed: listeners have been notified that nothing is left."""
         self._take()
         for copy in (self._now, self._late):
             if copy.blocks:
-                raise Violation(f"{len(copy.blocks)} blocks were never told to be gone")
+                raise Violation(f"{len(copy.blocks)} blocks were never reported as removed")
 
     def _take(self) -> None:
         for event in self._unsent.take():
@@ -55,7 +55,7 @@ class _Copy:
     def apply(self, event: Event) -> None:
         if isinstance(event, Cleared):
             if self.blocks:
-                raise Violation(f"all is told to be cleared, and {len(self.blocks)} blocks are there")
+                raise Violation(f"everything is reported as cleared, but {len(self.blocks)} blocks remain")
         elif isinstance(event, Stored):
             if event.key in self.blocks:
                 raise Violation("a block is stored that is there")
@@ -88,4 +88,4 @@ class _Copy:
         told = {key: (block.parent, block.tokens) for key, block in self.blocks.items()}
         if told != found:
             missing, left = len(found.keys() - told.keys()), len(told.keys() - found.keys())
-            raise Violation(f"{missing} blocks were not told of, {left} not that they are gone, of {len(found)}")
+            raise Violation(f"{missing} blocks were not reported as stored, {left} not as removed, of {len(found)}")

@@ -53,7 +53,7 @@ class Injected(Exception):
 
 
 class SimClock(Clock):
-    """Time that passes only when told to."""
+    """Time that passes only when it is advanced."""
 
     def __init__(self) -> None:
         self.seconds = 1.7e9

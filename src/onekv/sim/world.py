@@ -190,7 +190,7 @@ class World:
                 tier.work(tasks)
 
     def die(self) -> None:
-        """The process is killed: whoever had not ended hears nothing more."""
+        """The process is killed: clients whose requests had not ended get nothing more."""
         self.counts["kill"] += 1
         self._kill_tiers()
         self._leave()

@@ -305,7 +305,7 @@ class DiskTier:
             size = sum(self._folder.sizes().values())
         except OSError as error:
             size = 0
-            # What is disabled has been told of.
+            # That it is disabled has been logged.
             if self._shared.failed is None:
                 self._shared.once("sizes", f"The index of the disk cache {self._folder.root} has no size ({error}).")
         with self._shared.lock:

@@ -187,7 +187,7 @@ class DiskIndex:
 
     def recent(self, model: int, count: int) -> list[Address]:
         """The nodes of the parts that were used last, the last one first, of `count` parts that are ready."""
-        # `by_use` alone tells which they are: rows of other models are not looked up.
+        # `by_use` alone determines which they are: rows of other models are not looked up.
         rows = self._ask(
             "SELECT key, parent, start, tokens FROM"
             " (SELECT model, key, part, used AS last FROM parts INDEXED BY by_use"

@@ -35,7 +35,7 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a file: what we say, or what the system said."""
+    """What is wrong with a file: our own message, or the system's."""
 
     text: str
     error: OSError | None = None

@@ -32,7 +32,7 @@ class Setup:
     block_tokens: int
     # Bytes per day (UTC), if there is a bound.
     budget: int | None
-    # Whether there are threads; else the caller's does a task when it is told to (`step`).
+    # Whether there are threads; else the caller runs one task at a time (`step`).
     threads: bool = True
 
     @property

@@ -201,7 +201,7 @@ async def phases(session: Session) -> Figures:
     return {"first": second.first, "prefill": first.first, **known, **_memory(session)}
 
 
-# By figure, the phase, and how a reader is told.
+# For each figure: the phase, and how the report words it.
 _PEAKS = {
     "load_peak": ("load", "while it loads"),
     "first_peak": ("first prefill", "during the first prefill"),

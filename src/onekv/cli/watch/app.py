@@ -1,6 +1,6 @@
 """The screen of `onekv top`.
 
-Top          the app: keeps the newest snapshot and the past, draws them, does what keys say
+Top          the app: keeps the newest snapshot and the past, shows them, handles keys
 Table        rows that keep their cursor while they change
 Question     yes or no, before a model is loaded or unloaded
 """
@@ -30,7 +30,7 @@ LABEL = 10
 
 
 class Came(Message):
-    """A snapshot has come."""
+    """A snapshot has arrived."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Gone(Message):
 
 
 class Done(Message):
-    """What was asked of the server is done, or it said no."""
+    """A request to the server has succeeded or failed."""
 
     def __init__(self, text: str, failed: bool = False) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class Top(App[None]):
 
     @property
     def _covered(self) -> bool:
-        """Whether there is a question over what is drawn, or nothing to draw on."""
+        """Whether a question covers the figures, or there is no screen yet."""
         return not self.is_running or len(self.screen_stack) != 1
 
     def _draw_status(self) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +16,9 @@ from ..live.tree import MOST, Row, rows_of
 from .access import Reader
 
 # Tokens of a row that are shown, and the longest text they may become.
-BEGINNING, LONGEST = 40, 160
+SHOWN, LONGEST = 40, 160
+# Tokens that its neighbours have, too, and that are shown before those that only this row has.
+BEFORE = 4
 # A tree is reread once its age exceeds this many times the engine time it took, and this many seconds.
 PATIENCE, FRESH_S = 100, 1.0
 
@@ -62,16 +66,17 @@ class Trees:
 def _answer(backend: Backend, asking: Reader, tree: TreeView) -> bytes:
     sizes = [pool.block_bytes for pool in backend.thread.look().stats.pools]
     rows = rows_of(tree, sizes, asking.sees)
+    common = _common(rows[:MOST])
     said = {
         "bytes": sum(row.size for row in rows),
         "conversations": sum(row.ends for row in rows if row.parent is None),
-        "rows": [_row(backend, asking, tree, row) for row in rows[:MOST]],
+        "rows": [_row(backend, asking, tree, row, common[row.key]) for row in rows[:MOST]],
         "left_out": {"rows": len(rows[MOST:]), "bytes": sum(row.size for row in rows[MOST:])},
     }
     return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def _row(backend: Backend, asking: Reader, tree: TreeView, row: Row) -> dict[str, Any]:
+def _row(backend: Backend, asking: Reader, tree: TreeView, row: Row, common: int) -> dict[str, Any]:
     first, last = row.nodes[0], row.nodes[-1]
     return {
         # Pins extend to the last node; a drop starts at the first.
@@ -87,14 +92,39 @@ def _row(backend: Backend, asking: Reader, tree: TreeView, row: Row) -> dict[str
         "pinned": row.pinned,
         "running": sum(node.leases for node in row.nodes),
         "idle_s": round(max(0.0, tree.time - max(node.used_at for node in row.nodes)), 1),
-        "text": _beginning(backend, row) if asking.reads(row.salt) else None,
+        "text": _text(backend, row, common) if asking.reads(row.salt) else None,
     }
 
 
-def _beginning(backend: Backend, row: Row) -> str:
+def _common(rows: list[Row]) -> dict[bytes, int]:
+    """For each row, by its key: how many of its tokens one that continues the same row begins with, too.
+
+    Prefixes are shared by whole blocks, so conversations that differ in the first one all begin with the same words.
+    """
+    siblings: dict[tuple[str, bytes | None], list[tuple[list[int], bytes]]] = defaultdict(list)
+    for row in rows:
+        siblings[row.salt, row.parent].append((as_tokens(row.nodes[0].tokens), row.key))
+    common: dict[bytes, int] = defaultdict(int)
+    for family in siblings.values():
+        # In this order, the one that has most in common with a row is next to it.
+        for (tokens, key), (others, other) in pairwise(sorted(family)):
+            same = _alike(tokens, others)
+            common[key], common[other] = max(common[key], same), max(common[other], same)
+    return common
+
+
+def _alike(some: list[int], others: list[int]) -> int:
+    different = (at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other)
+    return next(different, min(len(some), len(others)))
+
+
+def _text(backend: Backend, row: Row, common: int) -> str:
+    """How the row begins, or how it continues what it has in common with others."""
+    begin = max(0, common - BEFORE)
     tokens: list[int] = []
     for node in row.nodes:
         tokens += as_tokens(node.tokens)
-        if len(tokens) >= BEGINNING:
+        if len(tokens) >= begin + SHOWN:
             break
-    return words_of(backend, tokens[:BEGINNING])[:LONGEST]
+    text = words_of(backend, tokens[begin : begin + SHOWN])
+    return f"…{text}"[:LONGEST] if begin else text[:LONGEST]

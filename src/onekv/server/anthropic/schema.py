@@ -151,7 +151,7 @@ class NoChoice(Body):
 
 
 class Thinking(Body):
-    """A budget is told to the template, which may have a place for it; whether it is kept is the model's own affair."""
+    """A budget is passed to the template, which may have a place for it; whether it is kept is up to the model."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -183,7 +183,7 @@ class CountBody(Body):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def template(self) -> dict[str, Any]:
-        """What the template is told."""
+        """What is passed to the template."""
         effort = self.output_config.effort if self.output_config is not None else None
         budget = self.thinking.budget_tokens if self.thinking is not None and self.wants_thinking else None
         told = {"reasoning_effort": effort, "thinking_budget": budget}

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 @dataclass(frozen=True)
 class EventStats:
-    """Counts since the start, except for `blocks`, which are there now, as far as was told."""
+    """Counts since the start, except for `blocks`, which is the current number, as far as published."""
 
     batches: int
     stored: int

@@ -62,7 +62,7 @@ class Publisher:
         self.replay_endpoint = None if self._replay is None else self._replay.getsockopt_string(zmq.LAST_ENDPOINT)
         self._awake, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
-        # What the engine tells; its `add` is the listener.
+        # Changes reported by the engine; its `add` is the listener.
         self.unsent = Unsent(self._wake)
         self._closing = False
         self._encode = msgspec.msgpack.Encoder().encode

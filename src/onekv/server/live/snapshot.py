@@ -1,8 +1,10 @@
 """One snapshot: memory, pools with their blocks, requests, prefix cache and tiers, for each model."""
 
 import base64
+import itertools
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +14,7 @@ from ...engine.view import RequestView, View
 from ...footprint import footprint
 from ...llm import PoolStats
 from ..backend import Backend
+from ..metrics import Ended
 from ..models.describe import overview, overview_of_one
 from ..models.registry import Models
 
@@ -24,6 +27,8 @@ KEPT = (
 )
 # Seconds over which the speed of a request is averaged.
 RATE_S = 2.0
+# Two requests with the same number, which is reused, have not arrived within so many seconds of each other.
+SAME_S = 1e-4
 LONGEST_RUN = 255
 
 
@@ -32,8 +37,10 @@ class Snapshots:
 
     def __init__(self, backend: Backend | Models) -> None:
         self._backend = backend
-        self._speeds: dict[tuple[str, int], _Speed] = {}
-        self._number = 0
+        self._seen: dict[tuple[str, int], _Seen] = {}
+        # Ids of the requests that have ended and are still shown, by model.
+        self._ended: dict[str, dict[Ended, int]] = {}
+        self._ids = itertools.count(1)
 
     @property
     def stopping(self) -> bool:
@@ -41,8 +48,8 @@ class Snapshots:
 
     def id_of(self, model: str, number: int) -> int | None:
         """The id under which the feed shows a request; None if it has not shown it yet."""
-        speed = self._speeds.get((model, number))
-        return speed.id if speed is not None else None
+        seen = self._seen.get((model, number))
+        return seen.id if seen is not None else None
 
     def take(self) -> dict[str, Any]:
         """What there is now. Only where something is loaded (`admin.access.loaded`)."""
@@ -52,6 +59,8 @@ class Snapshots:
         else:
             said, backends = overview_of_one(backend), {backend.name: backend}
         views = {name: each.thread.look(blocks=True) for name, each in backends.items() if each.loaded}
+        # After the views: who is in none of them has ended.
+        self._ended = {name: self._ids_of(name, backends[name].metrics.ended.copy()) for name in views}
         self._forget(views)
         models = [self._model(row, views.get(row["name"])) for row in said["models"]]
         return {
@@ -98,29 +107,31 @@ class Snapshots:
                 "memory": None,
                 "pools": [],
                 "requests": [],
+                "ended": [],
                 "prefix": None,
                 "tiers": [],
                 "speculation": None,
             }
         stats = view.stats
         maps = view.blocks or (None,) * len(stats.pools)
+        ended = self._ended[row["name"]]
         requests = [self._request(row["name"], request, view.time) for request in view.requests]
+        # A request may have ended after the view was made.
+        over = set(ended.values())
         return said | {
             "memory": _owners(view),
             "pools": [_pool(pool, blocks) for pool, blocks in zip(stats.pools, maps, strict=True)],
-            "requests": sorted(requests, key=lambda request: request["id"]),
+            "requests": sorted((each for each in requests if each["id"] not in over), key=lambda each: each["id"]),
+            "ended": [_ended(each, number) for each, number in ended.items()],
             "prefix": asdict(stats.prefix) if stats.prefix is not None else None,
             "tiers": [asdict(tier) for tier in stats.tiers],
             "speculation": asdict(stats.speculation) if stats.speculation is not None else None,
         }
 
     def _request(self, model: str, request: RequestView, now: float) -> dict[str, Any]:
-        speed = self._speeds.get((model, request.number))
-        if speed is None:
-            self._number += 1
-            speed = self._speeds[model, request.number] = _Speed(self._number)
+        seen = self._see(model, request.number, now - request.age)
         return {
-            "id": speed.id,
+            "id": seen.id,
             "state": request.state,
             "prompt_tokens": request.prompt_tokens,
             "cached_tokens": request.cached_tokens,
@@ -129,33 +140,52 @@ class Snapshots:
             "max_tokens": request.max_tokens,
             "proposed_tokens": request.proposed_tokens,
             "accepted_tokens": request.accepted_tokens,
-            "tokens_per_second": speed.after(now, request.generated_tokens),
+            "tokens_per_second": seen.speed(now, request.generated_tokens),
             "age_s": round(request.age, 2),
         }
 
+    def _see(self, model: str, number: int, created: float) -> "_Seen":
+        """The request as it is known to who watches; a new one if it has not been seen yet."""
+        seen = self._seen.get((model, number))
+        if seen is None or abs(seen.created - created) > SAME_S:
+            seen = self._seen[model, number] = _Seen(next(self._ids), created)
+        return seen
+
+    def _ids_of(self, model: str, ended: Iterable[Ended]) -> dict[Ended, int]:
+        known = self._ended.get(model, {})
+        return {each: known.get(each) or self._see(model, each.number, each.created).id for each in ended}
+
     def _forget(self, views: dict[str, View]) -> None:
         there = {(name, request.number) for name, view in views.items() for request in view.requests}
-        self._speeds = {key: speed for key, speed in self._speeds.items() if key in there}
+        self._seen = {key: seen for key, seen in self._seen.items() if key in there}
 
 
-class _Speed:
-    """Tokens a second of one request, which is known as `id` to who watches."""
+class _Seen:
+    """A request that is known as `id` to who watches, and how fast it is."""
 
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self._seen: deque[tuple[float, int]] = deque()
+    def __init__(self, number: int, created: float) -> None:
+        self.id, self.created = number, created
+        self._moments: deque[tuple[float, int]] = deque()
 
-    def after(self, now: float, generated: int) -> float | None:
-        """None until there are two moments to compare."""
-        seen = self._seen
-        if generated and (not seen or now > seen[-1][0]):
-            seen.append((now, generated))
-        while len(seen) > 2 and seen[1][0] <= now - RATE_S:
-            seen.popleft()
-        if len(seen) < 2:
+    def speed(self, now: float, generated: int) -> float | None:
+        """Tokens a second; None until there are two moments to compare."""
+        moments = self._moments
+        if generated and (not moments or now > moments[-1][0]):
+            moments.append((now, generated))
+        while len(moments) > 2 and moments[1][0] <= now - RATE_S:
+            moments.popleft()
+        if len(moments) < 2:
             return None
-        (began, before), (ended, after) = seen[0], seen[-1]
+        (began, before), (ended, after) = moments[0], moments[-1]
         return round((after - before) / (ended - began), 1)
+
+
+def _ended(request: Ended, number: int) -> dict[str, Any]:
+    """As a request, with what it was in the end."""
+    figures = asdict(request)
+    del figures["number"], figures["created"]
+    age = figures.pop("seconds")
+    return {"id": number, "state": "ended", **figures, "age_s": age}
 
 
 def _owners(view: View) -> dict[str, int]:

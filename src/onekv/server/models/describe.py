@@ -1,4 +1,4 @@
-"""What can be said of a model, loaded or not: the same of one model as of several."""
+"""The description of a model, loaded or not: the same for a single model as for several."""
 
 import time
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ def health(models: Models, step_limit: float) -> dict[str, Any]:
         if backend is not None:
             doing = backend.thread.doing
             row["engine"] = {"doing": str(doing), "requests": doing.requests, "for_s": round(backend.thread.age(), 3)}
-            # One that has ended by itself is loaded again when it is asked for.
+            # One that has ended by itself is loaded again on the next request.
             if backend.thread.stuck(step_limit):
                 status = "stuck"
         rows.append(row)

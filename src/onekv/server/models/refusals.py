@@ -1,4 +1,4 @@
-"""What a request is told that gets no model, with the numbers and the flag that changes them."""
+"""Errors for requests that get no model, with the numbers and the flag that changes them."""
 
 from collections.abc import Sequence
 

@@ -89,7 +89,7 @@ class Models:
             return self._counted()
 
     def backends(self) -> dict[str, Backend]:
-        """Of those that are loaded, by name; what is asked of one may find that it has ended meanwhile."""
+        """Those of the loaded models, by name; a call to one may find that it has ended meanwhile."""
         with self._changed:
             return {model.name: model.backend for model in self.models if model.backend is not None}
 
@@ -175,7 +175,7 @@ class Models:
             return list(self._queue)
 
     def pin(self, model: Model) -> None:
-        """Never unload it for another one; it is not loaded for that. Who waits for what then cannot fit is told.
+        """Never unload it for another one; this does not load it. Requests for models that no longer fit are rejected.
 
         Raises MemoryBudgetError if it cannot be loaded beside what else is pinned.
         """
@@ -258,7 +258,7 @@ class Models:
         place.came.set_result(model.backend)
 
     def _settle(self, model: Model, error: OneKVError | None = None) -> None:
-        """Those that waited for `model` get it, or are told why not."""
+        """Those that waited for `model` get it, or the reason why not."""
         for place in [place for place in self._queue if place.model is model]:
             self._queue.remove(place)
             if error is None:
@@ -346,7 +346,7 @@ class Models:
         try:
             self._has_loaded(model, self._loader.load(model))
             return
-        except Exception as error:  # noqa: BLE001  those that wait are told; the server goes on
+        except Exception as error:  # noqa: BLE001  those that wait get it; the server continues
             log.error("the model %s could not be loaded: %s", model.name, error)
             told = for_client(error)
         # Its frames have what was loaded so far.
@@ -366,7 +366,7 @@ class Models:
             self._settle(model)
             late = self._stopping
         if late:
-            # Nobody else knows of it.
+            # Nobody else has a reference to it.
             backend.stop(0)
 
     def _unload(self, model: Model) -> None:

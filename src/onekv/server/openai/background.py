@@ -50,7 +50,7 @@ class Background:
         return not self._task.done()
 
     async def cancel(self) -> None:
-        """End it, if it has not ended. One that has not begun does so first: whoever waits for that is told."""
+        """End it, if it has not ended. One that has not begun does so first: others wait for that."""
         await asyncio.wait([self._begun])
         self._task.cancel()
         await asyncio.wait([self._task])
@@ -83,7 +83,7 @@ class Background:
             try:
                 prepared = await prepared_for(answer, prepare)
                 await self._generate(answer, backend, prepared)
-            except Exception as error:  # noqa: BLE001  it is told, or logged and told
+            except Exception as error:  # noqa: BLE001  it is reported to the client, and logged if it is ours
                 if self._begun.done():
                     self._add(answer.fail(for_client(error)))
                 else:

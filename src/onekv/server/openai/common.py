@@ -60,7 +60,7 @@ class Storing:
 
 
 def prompt_progress(progress: Progress) -> dict[str, Any]:
-    """As llama.cpp tells how far a prompt is."""
+    """Prefill progress in llama.cpp's format."""
     return {
         "total": progress.total,
         "cache": progress.cached,

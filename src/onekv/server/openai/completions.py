@@ -160,7 +160,7 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, delta: TextDelta) -> dict[str, Any]:
         pairs = zip(delta.tokens, delta.logprobs, strict=True)
-        # Of a prompt and what comes after it every token is shown: whoever scores texts counts them.
+        # Every token of a prompt and its continuation is shown: programs that score texts count them.
         hidden = () if self._body.echo else self._stop_tokens
         shown = [(self._texts.text(token), logprob) for token, logprob in pairs if token not in hidden]
         offsets, at = [], self._sent[index]

@@ -24,7 +24,7 @@ class ResponseAnswer(Answer):
         keep: Callable[[ChatMessage], None],
         begun: tuple[str, int] | None = None,
     ) -> None:
-        """`keep` is called with what was said, when the response is whole. `begun`: its id, and how many events the
+        """`keep` is called with the answer, once the response is complete. `begun`: its id, and how many events the
         client has, where it was told of the response before (`models/early.py`).
         """
         self._keep = keep
@@ -94,7 +94,7 @@ def _usage(finish: Finish) -> dict[str, Any]:
 
 
 def _empty(backend: Backend, body: ResponsesBody) -> dict[str, Any]:
-    """The response before anything was said."""
+    """The response before any output."""
     choice = body.tool_choice or "auto"
     form = body.text.format if body.text is not None else None
     described = form.model_dump(by_alias=True, exclude_unset=True) if form is not None else {"type": "text"}

@@ -14,7 +14,7 @@ from ..tools import OtherTool, placeholder
 MAX_STOPS = 16
 MAX_GENERATIONS = 128
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-# What the server itself tells the template, and what would be none of the template's names.
+# What the server itself passes to the template, and names that are none of the template's.
 OWN_NAMES = {
     "add_generation_prompt",
     "chat_template",
@@ -199,7 +199,7 @@ class Tool(Body):
 
 
 def tool_tag(tool: Any) -> str:
-    """Named like no field, so that the place of an error can be told from it."""
+    """Named like no field, so that the place of an error can be recognized by it."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "other-tool" if isinstance(kind, str) and kind != "function" else "function-tool"
 
@@ -261,7 +261,7 @@ class GenerateBody(Body):
     max_tokens: TokenCount | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # As llama.cpp has it: a stream tells how far the prompt is.
+    # As in llama.cpp: the stream reports prefill progress.
     return_progress: bool | None = None
 
     def sampling(self, backend: Backend) -> Sampling:
@@ -288,7 +288,7 @@ class GenerateBody(Body):
 
 
 class TemplateBody(Body):
-    """What the template is told besides messages and tools."""
+    """What is passed to the template besides messages and tools."""
 
     chat_template_kwargs: TemplateNames | None = None
     reasoning_effort: Str | None = None

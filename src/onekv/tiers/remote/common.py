@@ -40,11 +40,11 @@ class Setup:
     block_tokens: int
     # How many last blocks of each part a sequence reads to continue; None is all.
     reads: Mapping[int, int | None]
-    # Seconds, if the user has said so.
+    # Seconds, if the user has set it.
     timeout: float | None
     write: str
     clock: Clock = CLOCK
-    # Whether there are threads; else the caller's does a task when it is told to (`RemoteTier.work`).
+    # Whether there are threads; else the caller runs one task at a time (`RemoteTier.work`).
     threads: bool = True
 
     def bytes_of(self, nodes: int) -> int:

@@ -74,7 +74,7 @@ class ValkeyStore:
 
     def get(self, name: str, size: int) -> memoryview | None:
         with self._asking() as client:
-            # Not GET: whoever writes to the store does not decide how much memory is taken here.
+            # Not GET: a value's writer must not decide how much memory is used here.
             try:
                 value: bytes = client.getrange(name, 0, size - 1)
             except self._errors.ResponseError as error:

@@ -1,7 +1,7 @@
 // The chat: what is said, what is being said, and what can be done about it.
 
 import { html, useEffect, useReducer, useRef, useState } from "./vendor/htm-preact.js";
-import { count, many, seconds, size } from "./format.js";
+import { count, many, refocus, seconds, size } from "./format.js";
 import { call } from "./link.js";
 import { generate } from "./talk.js";
 
@@ -25,22 +25,28 @@ function Figures({ usage, bytes }) {
       <span><b data-figure="computed">${count(computed)}</b> computed</span>
       ${generated !== null && html`<span><b>${count(generated)}</b> generated</span>`}
       ${firstToken !== null && html`<span>first token ${seconds(firstToken)}${speed ? `, ${speed.toFixed(0)} tokens/s` : ""}</span>`}
-      ${cached > 0 && bytes !== null && html`<span data-figure="saved">${size(cached * bytes)} of KV shared instead of computed and stored again</span>`}
+      ${cached > 0 && bytes !== null && html`<span data-figure="saved">${size(cached * bytes)} of KV shared instead of being computed and stored again</span>`}
     </div>`;
 }
 
 function Siblings({ message, changed, busy }) {
   const { children, chosen } = message.parent;
   if (children.length < 2) return null;
+  const can = { [-1]: !busy && chosen > 0, 1: !busy && chosen < children.length - 1 };
+  const button = (by, name, sign) =>
+    html`<button type="button" class="quiet" id=${`branch-${message.parent.id}${by}`} aria-label=${name} aria-disabled=${!can[by]} onClick=${() => move(by)}>${sign}</button>`;
   const move = (by) => {
+    if (!can[by]) return;
     message.parent.chosen = chosen + by;
     changed();
+    // The same button, of the message that is shown instead.
+    refocus(() => document.getElementById(`branch-${message.parent.id}${by}`));
   };
   return html`
     <span class="siblings">
-      <button type="button" class="quiet" aria-label="Branch before" disabled=${busy || chosen === 0} onClick=${() => move(-1)}>‹</button>
+      ${button(-1, "Previous branch", "‹")}
       <span>${chosen + 1} of ${children.length}</span>
-      <button type="button" class="quiet" aria-label="Branch after" disabled=${busy || chosen === children.length - 1} onClick=${() => move(1)}>›</button>
+      ${button(1, "Next branch", "›")}
     </span>`;
 }
 
@@ -67,14 +73,16 @@ function stateOf(message) {
   if (state === "failed") return `Failed: ${error}`;
   if (state === "stopped") return "Stopped";
   if (state === "waiting") return progress ? `Prefill: ${count(progress.processed)} of ${many(progress.total, "token")}, ${count(progress.cache)} cached` : "Waiting for the first token";
-  return finish === "length" ? "Cut off at the most tokens that were allowed" : null;
+  return finish === "length" ? "Cut off: it reached the maximum number of tokens" : null;
 }
 
 function Message({ message, busy, changed, edit, again, bytes }) {
   const [editing, setEditing] = useState(false);
+  const button = useRef(null);
   const done = (text) => {
     setEditing(false);
-    if (text !== null) edit(message, text);
+    if (text === null) refocus(() => button.current);
+    else edit(message, text);
   };
   const said = stateOf(message);
   return html`
@@ -88,8 +96,8 @@ function Message({ message, busy, changed, edit, again, bytes }) {
         <div class="row tools">
           <${Siblings} message=${message} changed=${changed} busy=${busy} />
           ${message.role === "user"
-            ? html`<button type="button" class="quiet" disabled=${busy} onClick=${() => setEditing(true)}>Edit</button>`
-            : html`<button type="button" class="quiet" disabled=${busy} onClick=${() => again(message)}>Regenerate</button>`}
+            ? html`<button type="button" class="quiet" ref=${button} aria-disabled=${busy} onClick=${() => busy || setEditing(true)}>Edit</button>`
+            : html`<button type="button" class="quiet" aria-disabled=${busy} onClick=${() => busy || again(message)}>Regenerate</button>`}
         </div>`}
     </article>`;
 }
@@ -102,7 +110,7 @@ function Settings({ settings, set, models }) {
       <div class="fields">
         <label>Model<select value=${settings.model} onChange=${(event) => set({ model: event.target.value })}>
           ${models.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
-        <label>Most tokens<input type="number" min="1" step="1" value=${settings.maxTokens} onInput=${number("maxTokens")} /></label>
+        <label>Max. tokens<input type="number" min="1" step="1" value=${settings.maxTokens} onInput=${number("maxTokens")} /></label>
         <label>Temperature<input type="number" min="0" max="2" step="0.1" value=${settings.temperature} onInput=${number("temperature")} /></label>
         <label class="all">System message<textarea rows="2" value=${settings.system} onInput=${(event) => set({ system: event.target.value })}></textarea></label>
       </div>
@@ -138,8 +146,15 @@ export function Chat({ talk, ready, models: shown }) {
     const control = new AbortController();
     setRunning(control);
     log.current.scrollTop = log.current.scrollHeight;
+    // What was pressed may be gone: the editor, or the answer that is replaced. The log opens no keyboard on a phone.
+    refocus(() => log.current);
     await generate(message, settings, control.signal, changed);
     setRunning(null);
+  };
+  const clear = () => {
+    talk.root.children = [];
+    changed();
+    refocus(() => log.current);
   };
   const send = (parent, text) => answer(talk.add(parent, "user", text));
   const submit = (event) => {
@@ -154,9 +169,9 @@ export function Chat({ talk, ready, models: shown }) {
   const path = talk.path();
   return html`
     <div class="head"><h2>Chat</h2>
-      ${path.length > 0 && html`<button type="button" class="quiet" disabled=${busy} onClick=${() => { talk.root.children = []; changed(); }}>Clear</button>`}</div>
+      ${path.length > 0 && html`<button type="button" class="quiet" aria-disabled=${busy} onClick=${() => busy || clear()}>Clear</button>`}</div>
     <div class="log" ref=${log} role="log" aria-live="polite" aria-busy=${busy} aria-label="Conversation" tabindex="0">
-      ${path.length === 0 && html`<p class="empty">Ask something, then edit your question or regenerate the answer: the branches share what they have in common, and the map shows it.</p>`}
+      ${path.length === 0 && html`<p class="empty">Ask something, then edit your question or regenerate the answer: branches share the blocks of what they have in common, as the map shows.</p>`}
       ${path.map((message) => html`
         <${Message} key=${message.id} message=${message} busy=${busy} changed=${changed} bytes=${tokenBytes(shown, settings.model)}
           edit=${(old, text) => send(old.parent, text)} again=${(old) => answer(old.parent)} />`)}
@@ -166,10 +181,10 @@ export function Chat({ talk, ready, models: shown }) {
       <label class="hidden" for="draft">Your message</label>
       <textarea id="draft" rows="3" placeholder="Message" value=${draft} onInput=${(event) => setDraft(event.target.value)} onKeyDown=${keys}></textarea>
       <div class="row">
-        <span class="note">Enter sends, Shift+Enter is a new line</span>
+        <span class="note">Enter sends, Shift+Enter starts a new line</span>
         ${busy
           ? html`<button type="button" class="main" onClick=${() => running.abort()}>Stop</button>`
-          : html`<button type="submit" class="main" disabled=${!draft.trim()}>Send</button>`}
+          : html`<button type="submit" class="main" aria-disabled=${!draft.trim()}>Send</button>`}
       </div>
     </form>`;
 }

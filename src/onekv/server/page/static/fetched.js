@@ -18,19 +18,20 @@ function unlessLost(error) {
   return { error: error.message };
 }
 
-// The answer of `path`, fetched again when `version` changes, at most every two seconds.
-export function useFetched(path, version) {
+// The answer of `path`, fetched again when `version` changes, at most every two seconds, and at once when `changes` does.
+export function useFetched(path, version, changes) {
   const [answer, setAnswer] = useState(null);
-  const last = useRef({ path: null, at: -Infinity });
+  const last = useRef({ path: null, changes: null, at: -Infinity });
   useEffect(() => {
-    const pause = last.current.path === path ? last.current.at + PAUSE_MS - performance.now() : 0;
+    const same = last.current.path === path && last.current.changes === changes;
+    const pause = same ? last.current.at + PAUSE_MS - performance.now() : 0;
     const timer = setTimeout(async () => {
-      last.current = { path, at: performance.now() };
+      last.current = { path, changes, at: performance.now() };
       const found = await get(path).catch(unlessLost);
       if (found && last.current.path === path) setAnswer({ ...found, at: performance.now() });
     }, Math.max(0, pause));
     return () => clearTimeout(timer);
-  }, [path, version]);
+  }, [path, version, changes]);
   return answer;
 }
 

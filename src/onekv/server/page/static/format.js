@@ -50,7 +50,12 @@ export function Share({ parts, total, label }) {
     </div>`;
 }
 
-// Whose something is, as the server tells it: { key, own }.
+// Whose something is, as in the server's answers: { key, own }.
 export function Owner({ of }) {
   return of.own ? "yours" : (of.key ?? "a former key");
+}
+
+// After the next rendering: focus what `find` gives, if what had it is gone.
+export function refocus(find) {
+  setTimeout(() => document.activeElement === document.body && find()?.focus({ preventScroll: true }));
 }

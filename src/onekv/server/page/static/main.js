@@ -50,7 +50,7 @@ function versionOf({ lookups, models }) {
 // For a key that is not the administrator's: what it has cached itself.
 function Own({ version }) {
   return html`
-    <section class="panel"><h2>Memory</h2><p class="empty">This key may chat, and sees below what it has cached. Memory as a whole is about all keys: the server shows it to its first key.</p></section>
+    <section class="panel"><h2>Memory</h2><p class="empty">With this key you can chat, and see below what it has cached. Memory as a whole is shown to the first key of the server only.</p></section>
     <${Prefix} models=${null} version=${version} />
     <${Conversations} names=${[]} version=${version} pins=${false} />`;
 }
@@ -76,19 +76,23 @@ function KeyDialog() {
   useEffect(() => {
     onKeyWanted((refused) => new Promise((resolve) => setAsked({ refused, resolve })));
   }, []);
+  // Pressed twice, Escape closes it whatever the page says; without a key there is nothing behind it.
+  const pending = useRef(false);
   useEffect(() => {
+    pending.current = asked !== null;
     if (asked && !dialog.current.open) dialog.current.showModal();
   }, [asked]);
   const submit = (event) => {
     event.preventDefault();
     if (!text.trim()) return;
+    pending.current = false;
     dialog.current.close();
     asked.resolve(text.trim());
     setAsked(null);
     setText("");
   };
   return html`
-    <dialog ref=${dialog} aria-labelledby="key-title" onCancel=${(event) => event.preventDefault()}>
+    <dialog ref=${dialog} aria-labelledby="key-title" onCancel=${(event) => event.preventDefault()} onClose=${() => pending.current && dialog.current.showModal()}>
       <form onSubmit=${submit}>
         <h2 id="key-title">API key</h2>
         <p class=${asked?.refused ? "bad" : "note"}>${asked?.refused ? "The server refused that key." : "This server asks for a key. It is kept until this tab is closed."}</p>

@@ -124,7 +124,7 @@ function useBlock(model, group, block, state) {
 
 function Chosen({ model, group, block, state }) {
   const about = useBlock(model, group, block, state);
-  if (block === null || state === undefined) return html`<output class="chosen note">Point at a block, tap it, or choose one with the arrow keys.</output>`;
+  if (block === null || state === undefined) return html`<output class="chosen note">Point at a block, tap it, or select one with the arrow keys.</output>`;
   return html`
     <output class="chosen" aria-live="polite">
       <b>Block ${count(block)}: ${words(state)}</b>
@@ -176,7 +176,7 @@ export function Pool({ id, pool, title, model, group }) {
     <section class="panel" aria-labelledby=${id}>
       <h2 id=${id}>${title} <small>${many(pool.blocks, "block")} of ${size(pool.block_bytes)}</small></h2>
       <div class="map" ref=${box}>
-        <canvas ref=${canvas} tabindex="0" role="img" aria-label="Blocks of the pool; arrow keys choose one"
+        <canvas ref=${canvas} tabindex="0" role="img" aria-label="Blocks of the pool; arrow keys select one"
           onPointerMove=${point} onPointerDown=${point} onPointerLeave=${(event) => event.pointerType === "mouse" && setChosen(null)}
           onKeyDown=${step} onBlur=${() => setChosen(null)}></canvas>
       </div>

@@ -114,13 +114,14 @@ function Line() {
 export function Memory({ memory }) {
   if (latest === null) history.add(Date.now() / 1000, memory);
   latest = memory;
+  const known = OWNERS.reduce((sum, [owner]) => sum + owned(memory, owner), 0);
   const share = Math.round((100 * memory.footprint) / memory.budget);
   return html`
     <section class="panel" aria-labelledby="memory-title">
       <h2 id="memory-title">Memory</h2>
       <p class="headline">
-        <strong>${size(memory.footprint)}</strong> of the process
-        <span class="of"> in a budget of ${size(memory.budget)}${Number.isFinite(share) ? `, ${share} %` : ""}</span>
+        <strong>${size(memory.footprint)}</strong> used by the process
+        <span class="of"> of a budget of ${size(memory.budget)}${Number.isFinite(share) ? `, ${share} %` : ""}</span>
       </p>
       <${Line} />
       <dl class="legend">
@@ -128,6 +129,7 @@ export function Memory({ memory }) {
           ([owner, label, colour]) => html`
             <div key=${owner}><dt><i class="swatch" data-colour=${colour.slice(2)}></i>${label}</dt><dd>${size(owned(memory, owner))}</dd></div>`,
         )}
+        <div title="Workspace of a step, buffers that MLX keeps, Python and its libraries"><dt><i class="swatch" data-colour="rest"></i>Rest of the process</dt><dd data-owner="rest">${size(Math.max(0, memory.footprint - known))}</dd></div>
         <div><dt><i class="rule"></i>Process</dt><dd>${size(memory.footprint)}</dd></div>
         <div><dt><i class="rule dashed"></i>Budget</dt><dd>${size(memory.budget)}</dd></div>
       </dl>

@@ -6,21 +6,19 @@ import { call, complaint } from "./link.js";
 
 // Requests that have ended are shown a little longer, or most would hardly be seen.
 const ENDED_SHOWN = 5;
-let shown = new Map();
 
-function withEnded(models) {
-  const running = models.flatMap((model) => model.requests.map((request) => ({ ...request, model: model.name })));
-  const before = shown;
-  shown = new Map(running.map((request) => [request.id, request]));
-  const ended = [...before.values()].filter((request) => !shown.has(request.id));
-  for (const request of ended.slice(-ENDED_SHOWN)) shown.set(request.id, { ...request, state: "ended" });
-  return [...shown.values()].sort((one, other) => other.id - one.id);
+function newestFirst(models) {
+  const named = (which) => models.flatMap((model) => model[which].map((request) => ({ ...request, model: model.name })));
+  const sorted = (rows) => rows.sort((one, other) => other.id - one.id);
+  return sorted([...named("requests"), ...sorted(named("ended")).slice(0, ENDED_SHOWN)]);
 }
 
 function Request({ request, several }) {
-  const { prompt_tokens: prompt, cached_tokens: cached, stored_tokens: stored } = request;
-  const computed = Math.max(0, stored - cached);
+  const { prompt_tokens: prompt, cached_tokens: cached } = request;
+  // Of one that has ended, only what it was in the end is known.
+  const computed = Math.max(0, (request.stored_tokens ?? (request.generated_tokens ? prompt : cached)) - cached);
   const label = `${many(cached, "token")} cached, ${count(computed)} computed of ${count(prompt)}`;
+  const progress = cached + computed < prompt ? `${count(cached)} cached, ${count(computed)} computed of ${count(prompt)}` : `${count(cached)} cached of ${count(prompt)}`;
   const guesses = request.proposed_tokens ? `${count(request.accepted_tokens)} of ${count(request.proposed_tokens)}` : "–";
   return html`
     <tr data-state=${request.state}>
@@ -29,7 +27,7 @@ function Request({ request, several }) {
       ${several && html`<td>${request.model}</td>`}
       <td class="wide" title=${label}>
         <${Share} parts=${[["cached", cached], ["held", computed]]} total=${prompt} label=${label} />
-        <small>${count(cached)} cached of ${count(prompt)}</small>
+        <small>${progress}</small>
       </td>
       <td class="number">${count(request.generated_tokens)}<small> / ${count(request.max_tokens)}</small></td>
       <td class="number">${request.tokens_per_second === null ? "–" : request.tokens_per_second.toFixed(1)}</td>
@@ -39,16 +37,16 @@ function Request({ request, several }) {
 }
 
 export function Requests({ models }) {
-  const rows = withEnded(models);
+  const rows = newestFirst(models);
   const several = models.length > 1;
   const running = rows.filter((row) => row.state !== "ended").length;
   return html`
     <section class="panel" aria-labelledby="requests-title">
       <h2 id="requests-title">Requests <small>${running ? `${running} now` : "none now"}</small></h2>
       ${rows.length === 0
-        ? html`<p class="empty">Nothing has run since this page was opened.</p>`
+        ? html`<p class="empty">No request has run yet.</p>`
         : html`
-          <div class="scroll" tabindex="0" role="group" aria-label="Table of requests"><table>
+          <div class="scroll" tabindex="0" role="group" aria-label="Table of requests"><table class="requests">
             <thead><tr>
               <th class="number" scope="col">#</th><th scope="col">State</th>${several && html`<th scope="col">Model</th>`}
               <th scope="col">Prompt</th><th class="number" scope="col">Generated</th><th class="number" scope="col">Tokens/s</th>
@@ -113,7 +111,7 @@ function Model({ model, told }) {
       const response = await call(`admin/models/${encodeURIComponent(model.name)}/${what}`, { method: "POST" });
       told(response.ok ? "" : await complaint(response));
     } catch {
-      told("the server cannot be reached");
+      told("The server cannot be reached.");
     } finally {
       setBusy(false);
     }
@@ -121,7 +119,7 @@ function Model({ model, told }) {
   const loaded = model.state === "loaded";
   const pinned = model.keep === "pinned";
   const button = (what, label) =>
-    html`<button type="button" disabled=${busy} onClick=${() => act(what)} aria-label=${`${label} ${model.name}`}>${label}</button>`;
+    html`<button type="button" aria-disabled=${busy} onClick=${() => busy || act(what)} aria-label=${`${label} ${model.name}`}>${label}</button>`;
   return html`
     <tr data-state=${model.state}>
       <td>${model.name}</td>

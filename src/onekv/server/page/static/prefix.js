@@ -51,7 +51,7 @@ function Chart({ lookups }) {
           });
         })}
       </svg>
-      <figcaption class="axis"><span>10 min ago</span><span>up to ${many(most, "token")} in 10 s</span><span>now</span></figcaption>
+      <figcaption class="axis"><span>10 min ago</span><span>${sums.some(Boolean) ? `up to ${many(most, "token")} in 10 s` : "no prompts"}</span><span>now</span></figcaption>
       <dl class="legend">
         ${used.map(([name, title, colour], i) => html`<div key=${name}><dt><i class="swatch" data-colour=${colour}></i>${title}</dt><dd>${count(sums[i])}</dd></div>`)}
       </dl>
@@ -66,7 +66,7 @@ function Words({ lookup }) {
     <span class="words" dir="auto">
       ${before && html`<span class="note">…${before}</span>`}${had && html`<del>${had}</del>`}<ins>${came}</ins>
     </span>
-    ${again > 0 && html`<small class="bad">${many(again, "token")} after it are cached, but had to be computed again</small>`}`;
+    ${again > 0 && html`<small class="bad">${many(again, "token")} after this point ${again === 1 ? "is" : "are"} cached, but had to be computed again</small>`}`;
 }
 
 function Misses({ lookups, several }) {
@@ -76,7 +76,7 @@ function Misses({ lookups, several }) {
   const keys = misses.some(({ own }) => !own);
   const now = Date.now() / 1000;
   return html`
-    <h3>Where prompts left what was cached</h3>
+    <h3>Where prompts diverged from the cache</h3>
     <div class="scroll" tabindex="0" role="group" aria-label="Table of misses"><table class="misses">
       <thead><tr><th scope="col">When</th>${several && html`<th scope="col">Model</th>`}<th class="number" scope="col">Cached</th><th scope="col">Reason</th>${keys && html`<th scope="col">Key</th>`}<th scope="col">Words</th></tr></thead>
       <tbody>
@@ -110,12 +110,12 @@ function Counts({ models }) {
     <ul class="bars">
       ${rows.map(
         ([reason, times, colour]) => html`
-          <li key=${reason}><span>${reason === "hit" ? "Found something" : `Missed: ${reason}`}</span>
+          <li key=${reason}><span>${reason === "hit" ? "Hit" : `Miss: ${reason}`}</span>
           <${Share} parts=${[[colour, times]]} total=${most} /><b>${count(times)}</b></li>`,
       )}
     </ul>
     <p class="note">${many(sum("nodes"), "cached block")}${sum("snapshots") ? `, ${many(sum("snapshots"), "snapshot")}` : ""}, ${count(sum("evicted_blocks"))} evicted.
-      A request can be both: reused up to a point, and missed after it.</p>`;
+      A request that is reused up to some point counts as both.</p>`;
 }
 
 // `models` are those of the feed; null for a key that has none.

@@ -53,12 +53,16 @@ export async function generate(answer, { model, system, maxTokens, temperature }
   };
   const began = performance.now();
   let first = null;
+  let complete = false;
   try {
     const headers = { "Content-Type": "application/json" };
     const response = await call("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
     if (!response.ok) throw new Error(await complaint(response));
     for await (const data of events(response)) {
-      if (data === "[DONE]") break;
+      if (data === "[DONE]") {
+        complete = true;
+        break;
+      }
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       if (event.prompt_progress) progressed(answer, event.prompt_progress);
@@ -74,6 +78,7 @@ export async function generate(answer, { model, system, maxTokens, temperature }
       if (event.usage) answer.usage = figures(event.usage, began, first ?? performance.now());
       changed();
     }
+    if (!complete) throw new Error("the answer ended early");
     answer.state = "done";
   } catch (error) {
     answer.state = error.name === "AbortError" ? "stopped" : "failed";

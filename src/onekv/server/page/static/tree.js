@@ -1,8 +1,8 @@
 // Cached conversations as a tree: a prefix that several share is one row, with their continuations below it.
 
-import { html, useState } from "./vendor/htm-preact.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import { useFetched } from "./fetched.js";
-import { Owner, Share, ago, count, many, size } from "./format.js";
+import { Owner, Share, ago, count, many, refocus, size } from "./format.js";
 import { call, complaint } from "./link.js";
 
 const SHOWN = 10;
@@ -24,7 +24,7 @@ function Row({ row, keys, largest, since, act, busy, pins }) {
   const text = row.text || (row.text === null ? "The text belongs to another key." : "(no text)");
   const name = row.text || `tokens ${row.start} to ${row.end}`;
   const button = (label, what, node) =>
-    html`<button type="button" disabled=${busy} aria-label=${`${label} ${name}`} onClick=${() => act(what, node)}>${label}</button>`;
+    html`<button type="button" aria-disabled=${busy} aria-label=${`${label} ${name}`} onClick=${() => busy || act(what, node)}>${label}</button>`;
   return html`
     <tr data-row=${row.id} data-depth=${row.depth} data-pinned=${row.pinned}>
       <td class="branch">
@@ -53,7 +53,14 @@ export function Conversations({ names, version, pins }) {
   const [all, setAll] = useState(false);
   const model = names.includes(chosen) ? chosen : names[0];
   const query = model === undefined ? "" : `?model=${encodeURIComponent(model)}`;
-  const answer = useFetched(`admin/cache/conversations${query}`, `${version} ${changes}`);
+  const answer = useFetched(`admin/cache/conversations${query}`, version, changes);
+  const panel = useRef(null);
+  const acted = useRef(false);
+  useEffect(() => {
+    // The button may be gone with its row.
+    if (acted.current) refocus(() => panel.current);
+    acted.current = false;
+  }, [answer]);
   const rows = answer?.rows ? arrange(answer.rows) : [];
   const keys = rows.some(({ own }) => !own);
   const largest = Math.max(1, ...rows.map((row) => row.bytes));
@@ -68,12 +75,13 @@ export function Conversations({ names, version, pins }) {
       setMessage("The server cannot be reached.");
     } finally {
       setBusy(false);
+      acted.current = true;
       setChanges((n) => n + 1);
     }
   };
   const told = answer?.error ?? message;
   return html`
-    <section class="panel" aria-labelledby="tree-title">
+    <section class="panel" aria-labelledby="tree-title" ref=${panel} tabindex="-1">
       <h2 id="tree-title">Cached conversations
         <small>${answer?.rows ? `${many(answer.conversations, "conversation")} in ${size(answer.bytes)}` : ""}</small></h2>
       ${names.length > 1 && html`<label class="choose">Model <select value=${model} onChange=${(event) => setChosen(event.target.value)}>${names.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>`}
@@ -81,7 +89,7 @@ export function Conversations({ names, version, pins }) {
         ? html`<p class="empty">${answer ? "Nothing is cached in memory." : "…"}</p>`
         : html`
           <div class="scroll" tabindex="0" role="group" aria-label="Tree of cached conversations"><table class="tree">
-            <thead><tr><th scope="col">Begins with</th><th class="number" scope="col">Tokens</th><th class="number" scope="col">Size</th>${keys && html`<th scope="col">Key</th>`}<th scope="col">Last used</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
+            <thead><tr><th scope="col">Text</th><th class="number" scope="col">Tokens</th><th class="number" scope="col">Size</th>${keys && html`<th scope="col">Key</th>`}<th scope="col">Last used</th><th scope="col"><span class="hidden">Actions</span></th></tr></thead>
             <tbody>${rows.slice(0, all ? undefined : SHOWN).map((row) => html`<${Row} key=${row.id} row=${row} keys=${keys} largest=${largest} since=${since} act=${act} busy=${busy} pins=${pins} />`)}</tbody>
           </table></div>`}
       ${rows.length > SHOWN && html`<button type="button" class="quiet" aria-expanded=${all} onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${count(rows.length)}`}</button>`}
