@@ -140,6 +140,9 @@ def test_numbers_that_mean_none(client: openai.OpenAI, claude: anthropic.Anthrop
         model="default", prompt="One, two,", max_tokens=-1, stop=["e", "r"], temperature=0
     )
     assert plain.choices[0].finish_reason == "stop"
+    unlimited: Any = {**body, "max_output_tokens": -1, "stop": greedy[-3:], "temperature": 2}
+    made = client.responses.create(model="default", input=QUESTION, extra_body=unlimited)
+    assert (made.status, made.output_text) == ("completed", greedy[:-3])
 
 
 def test_broken_arguments_and_images_of_tools_stay_in_the_history(
@@ -176,12 +179,17 @@ def test_an_answer_goes_on_from_the_assistants_message(client: openai.OpenAI, cl
     said = chat(client, begun, max_tokens=3).choices[0].message.content
     assert said.startswith(" Paris")
     assert ask(claude, begun, max_tokens=3).content[0].text == said  # type: ignore[union-attr]
+    made = client.responses.create(model="default", input=begun, max_output_tokens=3, temperature=0)  # type: ignore[arg-type]
+    assert made.output_text == said
 
 
 def test_an_error_names_its_field(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body={"model": "default", "messages": QUESTION, "n": 99}, cast_to=object)
     assert caught.value.message.count("n: ") == 1 and "16" in caught.value.message
+    # In words for people, without those of the library that found it.
+    with pytest.raises(openai.BadRequestError, match=r"- max_tokens: must be at least 1, or -1 for as many as fit$"):
+        chat(client, max_tokens=0)
 
 
 def test_models_in_anthropics_form(server: Any, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -190,6 +198,7 @@ def test_models_in_anthropics_form(server: Any, client: openai.OpenAI, claude: a
     (model,) = page
     assert (model.type, model.id, model.display_name) == ("model", server.backend_name, server.backend_name)
     assert model.created_at.year >= 2024
+    assert claude.models.list(after_id=model.id).data == [], "nothing comes after the only page"
     assert claude.models.retrieve("claude-of-tomorrow").id == server.backend_name
     with pytest.raises(anthropic.NotFoundError):
         claude.models.retrieve("gpt-4")
@@ -231,6 +240,16 @@ def test_the_answer_ends_after_its_first_call(client: openai.OpenAI, claude: ant
     used = ask(claude, talk, tools=[tool], tool_choice=choice, max_tokens=100)
     assert [block.type for block in used.content] == ["tool_use"]
     assert used.usage.output_tokens == one.usage.completion_tokens
+    made = client.responses.create(
+        model="default",
+        input=talk,
+        tools=[{"type": "function", **FUNCTION}],  # type: ignore[list-item]
+        parallel_tool_calls=False,
+        max_output_tokens=100,
+        temperature=0,
+    )
+    assert [item.type for item in made.output] == ["function_call"] and made.status == "completed"
+    assert made.usage is not None and made.usage.output_tokens == one.usage.completion_tokens
 
 
 def test_a_call_that_is_cut_off(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -251,6 +270,11 @@ def test_a_call_that_is_cut_off(client: openai.OpenAI, claude: anthropic.Anthrop
     tool = {"name": "get_weather", "description": FUNCTION["description"], "input_schema": WEATHER}
     half = ask(claude, tools=[tool], tool_choice={"type": "any"}, max_tokens=begun[0])
     assert (half.stop_reason, half.content) == ("max_tokens", [])
+    asked: Any = {"input": QUESTION, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}
+    made = client.responses.create(model="default", max_output_tokens=begun[0], temperature=0, **asked)
+    (item,) = made.output
+    assert item.type == "function_call" and (made.status, item.status) == ("incomplete", "incomplete")
+    assert item.name == "get_weather" and full.startswith(item.arguments) and item.arguments != full
 
 
 def test_the_start_of_a_message_knows_what_was_cached(claude: anthropic.Anthropic) -> None:

@@ -27,7 +27,10 @@ from onekv.server.prompt import knows_tools, render
 from onekv.server.sampling_defaults import SamplingDefaults
 from onekv.server.settings import ServerSettings
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}[{{ mood }}]"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "[{{ mood }}{{ reasoning_effort }}{{ thinking_budget }}]"
+)
 MESSAGES = [{"role": "user", "content": "Say something."}]
 
 
@@ -109,6 +112,38 @@ def test_the_template_and_its_values(backend: Backend) -> None:
 
     assert text(ChatCall(MESSAGES)) == "<user>Say something.[calm]"
     assert text(ChatCall(MESSAGES, template={"mood": "wild"})) == "<user>Say something.[wild]"
+
+
+# What a request may tell the template, by path: alone, and with what it is told.
+MUCH, BUDGET = "much " * 9, 987_654_321
+OPENAIS: list[dict[str, Any]] = [{"chat_template_kwargs": {"mood": MUCH}}, {"thinking_budget": BUDGET}]
+TOLD: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 1}, [*OPENAIS, {"reasoning_effort": MUCH}]),
+    "/v1/responses": ({"input": "Go on.", "max_output_tokens": 1}, [*OPENAIS, {"reasoning": {"effort": MUCH}}]),
+    "/v1/messages": (
+        {"messages": MESSAGES, "max_tokens": 1},
+        [{"output_config": {"effort": MUCH}}, {"thinking": {"type": "enabled", "budget_tokens": BUDGET}}],
+    ),
+    "/api/chat": ({"messages": MESSAGES, "options": {"num_predict": 1}, "stream": False}, [{"think": "high"}]),
+    "/tokenize": ({"messages": MESSAGES}, OPENAIS[:1]),
+    "/admin/cache/probe": ({"messages": MESSAGES}, [*OPENAIS, {"reasoning_effort": MUCH}]),
+}
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_each_api_tells_the_template_what_a_request_gives(client: TestClient, path: str) -> None:
+    def length(given: dict[str, Any]) -> int:
+        answer = client.post(path, json={"model": "one", **plain, **given})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        counts = found.get("usage", found)
+        names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens", "prompt_eval_count", "count", "tokens")
+        return sum(counts[name] for name in names if isinstance(counts.get(name), int))
+
+    plain, told = TOLD[path]
+    shortest = length({})
+    for given in told:
+        assert length(given) > shortest, given
 
 
 def test_a_template_brings_the_parser_of_its_calls(smollm2_path: Path) -> None:

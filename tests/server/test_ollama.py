@@ -149,6 +149,13 @@ def test_how_much_is_thought_is_told_to_the_template() -> None:
         assert (call.thinking, call.template) == (thinking, template)
 
 
+def test_an_answer_without_a_limit_has_the_servers() -> None:
+    backend: Any = SimpleNamespace(defaults=SamplingDefaults())
+    for given, limit in ((-2, None), (-1, None), (7, 7)):
+        body = ChatBody.model_validate({"model": "m", "messages": QUESTION, "options": {"num_predict": given}})
+        assert call_of(backend, body, "", QUESTION).max_tokens == limit
+
+
 def test_log_probabilities(client: ollama.Client, model: str) -> None:
     answer = client.chat(model, QUESTION, options=GREEDY, logprobs=True, top_logprobs=2)
     assert answer.logprobs is not None and "".join(each.token for each in answer.logprobs) == answer.message.content

@@ -321,6 +321,13 @@ def test_null_means_not_given():
     assert ChatBody.model_validate({**given, **nulls}) == ChatBody.model_validate(given)
 
 
+def test_thinking_that_is_sent_back_has_two_names():
+    for name in ("reasoning_content", "reasoning"):
+        said = {"role": "assistant", "content": "Yes", name: "hm"}
+        (message,) = ChatBody.model_validate({"model": "m", "messages": [said]}).messages
+        assert message.as_message() == {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}
+
+
 def chunks_of(*said: Event, thinking: bool = False, **asked: Any) -> list[dict[str, Any]]:
     """The chunks of an answer whose model said all of `said`."""
     backend: Any = SimpleNamespace(name="m", tokenizer=None)

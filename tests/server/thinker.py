@@ -29,6 +29,16 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}<|im_start|>assistant
 {% if enable_thinking -%}<think>\n{% endif -%}{%- endif -%}
 """
+# As little to compute as there can be: prompts have up to 13,000 tokens.
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 32768,
+}
 # `onekv` with such a model. The first argument is its folder, the second a file with what it thinks and says by turn.
 SAYS = """
 import json, sys
@@ -66,17 +76,16 @@ def start_thinker(
     folder: Path, script: Sequence[tuple[str, str]], *flags: str, chat_template: str = TEMPLATE
 ) -> Server:
     """`script` has what is thought and said in each turn of a conversation."""
-    save_tiny(folder)
-    tokenizer, settings = folder / "tokenizer.json", folder / "config.json"
+    save_tiny(folder, **SMALL)
+    tokenizer = folder / "tokenizer.json"
     text = tokenizer.read_text()
     # Two of its tokens by other names: the model has no more.
     for name, other in (("<repo_name>", "<think>"), ("<reponame>", "</think>")):
         assert json.dumps(name) in text
         text = text.replace(json.dumps(name), json.dumps(other))
     tokenizer.write_text(text)
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"max_position_embeddings": 32768}))
     template, said = folder / "template.jinja", folder / "script.json"
     template.write_text(chat_template)
     said.write_text(json.dumps(script))
-    given = ("--kv-memory", "512MiB", "--chat-template", str(template), *flags)
+    given = ("--kv-memory", "64MiB", "--chat-template", str(template), *flags)
     return start_server(str(folder), *given, program=("-c", SAYS, str(folder), str(said)))

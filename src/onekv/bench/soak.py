@@ -130,15 +130,18 @@ def soak(requests: int, clients: int, seed: int = 0, model: str = "tiny") -> Rep
             return asyncio.run(_Soak(server, requests, clients, seed, parse_size(kv_memory)).run())
 
 
-def save_tiny(folder: Path, seed: int = 0) -> str:
-    """A small model with random weights, by `seed`, and the default model's tokenizer, in mlx-lm's format."""
+def save_tiny(folder: Path, seed: int = 0, **changes: Any) -> str:
+    """A small model with random weights, by `seed`, and the default model's tokenizer, in mlx-lm's format.
+
+    `changes` are made to its config.
+    """
     import mlx.core as mx
     from mlx_lm.models import llama
 
     from ..models import load_model
 
     tokenizer = load_model(DEFAULT_MODEL, lazy=True).tokenizer
-    config = {**TINY, "vocab_size": len(tokenizer), "eos_token_id": sorted(tokenizer.eos_token_ids)}
+    config = {**TINY, "vocab_size": len(tokenizer), "eos_token_id": sorted(tokenizer.eos_token_ids), **changes}
     mx.random.seed(seed)
     save(folder, llama.Model(llama.ModelArgs.from_dict(config)), config, tokenizer)
     return str(folder)

@@ -88,7 +88,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
         return error_response(request.url.path, BadRequestError("the body is not valid JSON"))
     field = ".".join(_place(error.body, first["loc"]))
     # Half a character cannot be sent back.
-    return error_response(request.url.path, BadRequestError(_sendable(first["msg"]), _sendable(field) or None))
+    message = _sendable(first["msg"]).removeprefix("Value error, ")
+    return error_response(request.url.path, BadRequestError(message, _sendable(field) or None))
 
 
 def _place(body: Any, location: Sequence[int | str]) -> list[str]:
