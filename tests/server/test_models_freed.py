@@ -15,13 +15,16 @@ from typing import Any
 
 import anthropic
 import httpx2 as httpx
+import mlx.core as mx
 import ollama
 import openai
 import pytest
 from swaps import COMMON, spec
 
 from onekv.bench.soak import save_tiny
+from onekv.config import Settings
 from onekv.footprint import footprint
+from onekv.models import load_for, load_model
 from onekv.models.freed import Freed, freed
 from onekv.server.connections import Limits
 from onekv.server.models.freeing import Parts
@@ -76,6 +79,19 @@ def test_nothing_is_given_back_while_there_is_room() -> None:
     # What has gone back cannot go back again.
     kept.take(2**40)
     kept.release()
+
+
+def test_weights_take_no_more_than_they_need(tmp_path: Path) -> None:
+    """Those that are as they are in the file are there once: what was freed would go back for nothing."""
+    path = save_tiny(tmp_path / "a")
+    parts = load_model(path, lazy=True).model.modules()
+    largest = max(sum(each.nbytes for each in part.values() if isinstance(each, mx.array)) for part in parts)
+    try:
+        freed.keep(largest, lambda: 0)
+        load_for(path, Settings(), progress=False)
+        assert freed.kept
+    finally:
+        freed.release()
 
 
 @LINUX
