@@ -7,7 +7,7 @@ An error of the run is
 
     an answer that was cut off, or other tokens than the model gives when it is alone
     a request for `d` that is not refused with its numbers
-    more bytes counted, or more of MLX's memory in use, than --memory
+    more bytes counted, more of MLX's memory in use, or a larger process, than --memory
     a conversation that continues after its model was unloaded and reloaded, with less than 95 % of its tokens cached
     after the last model was unloaded: memory of MLX that is still in use, or a footprint of the process that is more
     than 5 % larger than it was before the first load
@@ -80,6 +80,7 @@ class Report:
     limit: int = 0
     counted: int = 0
     active: int = 0
+    process: int = 0
     active_left: int = 0
     footprint_before: int = 0
     footprint_after: int = 0
@@ -99,8 +100,8 @@ class Report:
             "--memory": format_size(self.limit),
             "counted, at most": format_size(self.counted),
             "MLX in use, at most": f"{format_size(self.active)}; after the last unload {format_size(self.active_left)}",
-            "process": f"{format_size(self.footprint_before)} before, {format_size(self.footprint_after)} after "
-            f"({self.footprint_growth:+.1%})",
+            "process": f"at most {format_size(self.process)}; {format_size(self.footprint_before)} before, "
+            f"{format_size(self.footprint_after)} after ({self.footprint_growth:+.1%})",
             "wrong": str(len(self.wrong)),
         }
         return "\n".join(f"{name:<22}{value}" for name, value in rows.items())
@@ -180,12 +181,15 @@ def _served(models: "Models") -> Iterator[str]:
 def _watched(models: "Models", report: Report, before: int) -> Iterator[None]:
     import mlx.core as mx
 
+    from ..footprint import footprint
+
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
             report.counted = max(report.counted, models.counted)
             report.active = max(report.active, mx.get_active_memory() - before)
+            report.process = max(report.process, footprint())
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -197,7 +201,7 @@ def _watched(models: "Models", report: Report, before: int) -> Iterator[None]:
 
 
 def _check_memory(report: Report) -> None:
-    for what in ("counted", "active"):
+    for what in ("counted", "active", "process"):
         if getattr(report, what) > report.limit:
             report.wrong.append(f"{what} bytes were {getattr(report, what)}, --memory is {report.limit}")
     if report.active_left > LEFT:

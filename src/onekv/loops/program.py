@@ -19,6 +19,7 @@ Only float32 (and integers) can be run: NumPy has no bfloat16. What cannot be ru
 made, never later.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -222,4 +223,4 @@ def _lines(shape: Shape) -> int:
 
 
 def _size(shape: Shape) -> int:
-    return int(np.prod(shape, dtype=np.int64))
+    return math.prod(shape)

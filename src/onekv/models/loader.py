@@ -96,10 +96,9 @@ def load_model(
     # draws that nobody evaluates: 1 MiB for each model that this thread has ever loaded.
     mx.eval(mx.random.state)
     if packed:
-        keep_packed(model)
-        if not lazy:
-            # What could not stay packed.
-            evaluate(model, reads=False)
+        unpacked = keep_packed(model)
+        for layer in () if lazy else unpacked:
+            evaluate(layer, reads=False)
     if join and not (on_cpu or lazy):
         fuse(model, kernels)
     loaded = LoadedModel(display_name(name), model, tokenizer, config, path, seen=unchanged(path, before))

@@ -125,19 +125,21 @@ def gated(gates: mx.array, values: mx.array) -> mx.array:
     return stock_swiglu(gates, values)
 
 
-def keep_packed(model: Module) -> None:
-    """Replaces the quantized layers of a model: by packed ones where there are loops for them, else by plain ones.
+def keep_packed(model: Module) -> list[Module]:
+    """Replaces the quantized layers of a model: by packed ones where there are loops for them, else by plain ones,
+    which are returned: their weights are not computed yet.
 
     Where its modules have mlx-lm's activation, that is replaced, too, as attention is (`memory.hook`).
     """
     for name in {type(part).__module__ for part in model.modules()}:
         if getattr(sys.modules[name], "swiglu", None) is stock_swiglu:
             setattr(sys.modules[name], "swiglu", gated)  # noqa: B010
-    buffer = Buffer()
-    replace_layers(model, lambda layer: _replaced(layer, buffer))
+    buffer, unpacked = Buffer(), list[Module]()
+    replace_layers(model, lambda layer: _replaced(layer, buffer, unpacked))
+    return unpacked
 
 
-def _replaced(layer: Any, buffer: Buffer) -> Any:
+def _replaced(layer: Any, buffer: Buffer, unpacked: list[Module]) -> Any:
     if type(layer) not in (QuantizedLinear, QuantizedEmbedding):
         return layer
     if products.supports(layer):
@@ -147,6 +149,7 @@ def _replaced(layer: Any, buffer: Buffer) -> Any:
     plain.weight = mx.dequantize(layer.weight, layer.scales, layer.get("biases"), *how)
     if "bias" in layer:
         plain.bias = layer.bias
+    unpacked.append(plain)
     return plain
 
 

@@ -28,10 +28,15 @@ class Held(Around):
     """Around the routes: lets go of what a request holds."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        early = EarlyStream(scope["path"], send)
+        early, state = EarlyStream(scope["path"], send), scope.setdefault("state", {})
         with ExitStack() as held:
-            scope.setdefault("state", {}).update(held=held, early=early)
-            await self.app(scope, receive, early.send)
+            state.update(held=held, early=early)
+            try:
+                await self.app(scope, receive, early.send)
+            finally:
+                # Before the model may be unloaded: the server's own objects for a request are in cycles, and what the
+                # last one had used would be in memory until those are searched for.
+                state.pop("backend", None)
 
 
 async def choose(request: Request, name: str | None, lenient: bool = False, stream: bool | None = False) -> Backend:
