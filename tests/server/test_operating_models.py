@@ -26,8 +26,8 @@ from onekv.server.metrics import Metrics
 from onekv.server.models.model import Model
 from terminal import Terminal
 
-# `onekv` in which a model is not loaded while there is a file NAME.wait in the folder that is the first argument, nothing
-# is stored on disk while there is one named store.wait, and no token is decoded while there is one named decode.wait.
+# `onekv` that waits while there are files in the folder that is the first argument: NAME.wait, before it loads the
+# model of that name, store.wait, before it stores anything on disk, and decode.wait, before it decodes a token.
 SLOW = """
 import sys, time
 import onekv.models.loader as loader
