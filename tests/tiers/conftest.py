@@ -1,7 +1,8 @@
 """What the tests of the tiers share."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,3 +21,20 @@ def no_thread_dies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(threading, "excepthook", lambda event: died.append(event.exc_value))
     yield
     assert died == []
+
+
+@pytest.fixture
+def no_more_threads() -> Callable[[], AbstractContextManager[None]]:
+    """While it is entered, the system starts no thread: no stack is as large as what is asked for."""
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        before = threading.stack_size(1 << 46)
+        try:
+            with pytest.raises(RuntimeError):
+                threading.Thread(target=print).start()
+            yield
+        finally:
+            threading.stack_size(before)
+
+    return entered

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from disk_parts import address, fetch_one, is_right, open_tier
+from disk_parts import MB, address, fetch, fetch_one, is_right, offer, open_tier
 
 from onekv.tiers.folder import FolderInUse
 from onekv.tiers.maintain import clear, models, verify
@@ -53,3 +53,36 @@ def test_kills_at_random_moments_leave_it_sound():
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"20 kills, (\d+) parts", done.stdout)
     assert found and int(found[1]) > 50, done.stdout
+
+
+def test_a_process_that_gets_no_more_threads_loses_no_request_and_no_block(tmp_path, no_more_threads):
+    root = tmp_path / "kv"
+    tier = open_tier(root, staging=MB)
+    with no_more_threads():
+        stored = [where for where in map(address, range(100)) if offer(tier, where)]
+        assert 10 < len(stored) < 100
+        tier.touch([where.key for where in stored])
+        tier.drop([stored[0].key])
+        tier.flush()
+        assert fetch_one(tier, stored[1]) is None
+        tier.close()
+    tier = open_tier(root)
+    parts = [(where.key, 0) for where in stored]
+    with no_more_threads():
+        read = fetch(tier, *parts)
+        assert read.pop(parts[0]) is None
+        assert all(is_right(where, 0, read[where.key, 0]) for where in stored[1:])
+    assert is_right(stored[1], 0, fetch_one(tier, stored[1]))
+    assert offer(tier, address(1000))
+    tier.close()
+    assert verify(root).sound
+
+
+def test_a_writer_that_got_no_thread_gets_one_later(tmp_path, no_more_threads):
+    tier = open_tier(tmp_path / "kv")
+    with no_more_threads():
+        assert offer(tier, address(0))
+    tier.touch([address(0).key])
+    tier.flush()
+    assert tier.stats().writes == 1
+    tier.close()

@@ -306,3 +306,23 @@ def test_what_the_first_tier_has_no_room_for_goes_to_the_second_and_is_read_from
     assert not first.parts and not second.parts
     engine.close()
     assert first.closed and second.closed
+
+
+class BrokenTier(DictTier):
+    def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
+        raise ValueError("broken")
+
+
+def test_a_tier_that_cannot_drop_what_may_be_wrong_ends_the_engine_and_leaves_the_pool_sound():
+    """It could serve what it still has."""
+    engine, _ = engine_with(build("llama"), 2**24, BrokenTier)
+    request = Request(prompt_of(1), 20)
+    engine.submit(request)
+    while len(request.tokens) < 3:
+        engine.step()
+    with pytest.raises(ValueError, match="broken"):
+        engine.end(request, "error")
+    engine.check_integrity()
+    assert all(pool.free == pool.blocks for pool in engine.memory.pools)
+    assert not any(mx.any(array).item() for pool in engine.memory.pools for array in pool.arrays())
+    engine.close()

@@ -357,9 +357,11 @@ class Lease:
         if node is not None:
             node.leases -= 1
         self._store.memory.close(self.sequence)
-        if node is not None:
-            self._store.discard(node)
-        # Slots that are not read count with weight 0, and 0 times NaN is NaN: the next holder must not find any.
-        for pool, held_before in zip(self._store.pools, blocks, strict=True):
-            pool.erase(held_before)
-        settle(self._store.memory.arrays())
+        try:
+            if node is not None:
+                self._store.discard(node)
+        finally:
+            # Slots that are not read count with weight 0, and 0 times NaN is NaN: the next holder must not find any.
+            for pool, held_before in zip(self._store.pools, blocks, strict=True):
+                pool.erase(held_before)
+            settle(self._store.memory.arrays())

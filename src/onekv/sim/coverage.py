@@ -34,7 +34,7 @@ TOPICS = {
         "value damaged",
     ),
     "process": ("start", "restart", "kill", "refused: too many", "call refused"),
-    "faults that struck": (*ENGINE_SITES, *ASKED_SITES, *DISK_SITES, *REMOTE_SITES),
+    "faults that struck": (*ENGINE_SITES, *ASKED_SITES, "upkeep", *DISK_SITES, *REMOTE_SITES),
 }
 
 

@@ -9,6 +9,8 @@ text              a detokenizer raises                      its request
 emit              a consumer raises                         its request
 states            reading recurrent states raises           whom the engine works for just then
 tier              the tier breaks its promise and raises    whom the engine works for just then
+upkeep            the same, when it is notified of uses,    whom the engine works for just then
+                  asked to clear, or not to expect parts
 allowed           a constraint raises when it is asked      its request
 proposer          a proposer raises                         nobody: it is not asked again
 the rest          the disk, the store: see `SimFiles` and   nobody: a tier never fails a request
@@ -29,6 +31,11 @@ from ..tiers.files import Clock, Files, Where
 ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
 # Armed by an operation of their own, so that scripts recorded before them stay what they are.
 ASKED_SITES = ("allowed", "proposer")
+# Methods of a tier, and the site that they belong to. Not `drop`: the engine ends if what may be wrong cannot be dropped.
+TIER_CALLS = {
+    **dict.fromkeys(("find", "tails", "offer", "expect", "ready", "read", "wants"), "tier"),
+    **dict.fromkeys(("unexpect", "touch", "clear"), "upkeep"),
+}
 DISK_SITES = (
     "disk full",
     "disk error",

@@ -51,6 +51,7 @@ WEIGHTS = {
     "kill": 0.12,
     "restart": 0.15,
     "break what is asked": 1.5,
+    "break the upkeep": 1,
 }
 
 
@@ -265,6 +266,10 @@ def _break_asked(world: World, a: int, b: int) -> None:
     world.faults.arm(ASKED_SITES[a % len(ASKED_SITES)], 1 + b % 12)
 
 
+def _break_upkeep(world: World, a: int, b: int) -> None:
+    world.faults.arm("upkeep", 1 + b % 12)
+
+
 def _break_disk(world: World, a: int, b: int) -> None:
     world.faults.arm(DISK_SITES[a % len(DISK_SITES)], 1 + b % 40)
 
@@ -317,6 +322,7 @@ _ACTIONS: dict[str, Callable[[World, int, int], None]] = {
     "stats": _stats,
     "break the engine": _break_engine,
     "break what is asked": _break_asked,
+    "break the upkeep": _break_upkeep,
     "break the disk": _break_disk,
     "damage a file": _damage_file,
     "damage the index": _damage_index,

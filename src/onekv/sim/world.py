@@ -38,7 +38,7 @@ from .client import Client
 from .config import Config
 from .copies import Copies
 from .coverage import figures
-from .faults import Faults, Injected, Kill, SimClock
+from .faults import TIER_CALLS, Faults, Injected, Kill, SimClock
 from .guesses import Guesses
 from .model import HashModel, HostRunner, Known, Violation, pool_views
 from .neighbour import Neighbour
@@ -137,8 +137,8 @@ class World:
         memory = engine.memory
         memory.states_of = self._trap("states", memory.states_of)  # type: ignore[method-assign]
         for tier in engine.prefix.tiers:
-            for name in ("find", "tails", "offer", "expect", "ready", "read", "wants"):
-                setattr(tier, name, self._trap("tier", getattr(tier, name)))
+            for name, site in TIER_CALLS.items():
+                setattr(tier, name, self._trap(site, getattr(tier, name)))
             for name in ("find", "tails"):
                 setattr(tier, name, self._late(getattr(tier, name)))
 

@@ -215,7 +215,8 @@ class DiskTier:
         if self._shared.failed is not None:
             return None
         if self._threads:
-            return staging.take(size, wait)
+            # Nobody returns buffers while the system starts no thread.
+            return staging.take(size, wait and self._writer.running)
         while (buffer := staging.take(size)) is None and wait and not staging.closed and size <= staging.limit:
             # All buffers are with the writer, which has no thread.
             self._writer.step()

@@ -159,11 +159,11 @@ class Readers:
     def read(self, tasks: Sequence[Load], deadline: float) -> None:
         """Run these, and start at most one after the deadline."""
         left = deque(tasks)
-        others = max(0, min(READERS, len(tasks) - 1)) if self._setup.threads else 0
-        if others and self._reading is None:
-            self._reading = ThreadPoolExecutor(READERS, "onekv-disk-reader")
-        futures = [self._reading.submit(self._load_some, left, deadline) for _ in range(others) if self._reading]
+        futures: list[Future[None]] = []
         try:
+            for _ in range(min(READERS, len(tasks) - 1) if self._setup.threads else 0):
+                self._reading = self._reading or ThreadPoolExecutor(READERS, "onekv-disk-reader")
+                futures += _submitted(self._reading, self._load_some, left, deadline)
             # At least one: that is how a slow disk gets anywhere.
             self._load_one(left)
             self._load_some(left, deadline)
@@ -191,9 +191,8 @@ class Readers:
         """Ask the system to prefetch these files."""
         if not self._setup.threads:
             return
-        if self._ahead is None:
-            self._ahead = ThreadPoolExecutor(1, "onekv-disk-ahead")
-        self._ahead.submit(ReadAhead(self._setup, self._shared, self._images, list(names)).run, self._stopped)
+        self._ahead = self._ahead or ThreadPoolExecutor(1, "onekv-disk-ahead")
+        _submitted(self._ahead, ReadAhead(self._setup, self._shared, self._images, list(names)).run, self._stopped)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -222,6 +221,14 @@ class Readers:
         if buffer is None:
             buffer = self._own.buffer = np.empty(max(image.size for image in self._images.values()), np.uint8).data
         return buffer
+
+
+def _submitted(threads: ThreadPoolExecutor, task: Callable[..., None], *arguments: object) -> list[Future[None]]:
+    """The future of a task for another thread; none if the system starts no more threads: it may still run, late."""
+    try:
+        return [threads.submit(task, *arguments)]
+    except RuntimeError:
+        return []
 
 
 def _finish(futures: Sequence[Future[None]]) -> None:

@@ -36,6 +36,13 @@ class Writer:
 
     # Called by other threads.
 
+    @property
+    def running(self) -> bool:
+        """Whether it has its thread, which starts with the first task."""
+        with self.shared.lock:
+            self._wake()
+            return self._thread is not None
+
     def write(self, row: Row, buffer: memoryview) -> None:
         with self.shared.lock:
             part = NewPart(row, buffer, self._use())
@@ -79,6 +86,9 @@ class Writer:
             if self._stopping or (self.setup.threads and self._thread is None):
                 return
             self._add(settle)
+            if self.setup.threads and self._thread is None:
+                # The system starts none just now: what is queued is stored later, or by `stop`.
+                return
         if not self.setup.threads:
             while not settle.reached.is_set():
                 self.step()
@@ -91,7 +101,7 @@ class Writer:
             self.shared.work.notify()
         if self._thread is not None:
             self._thread.join()
-        elif not self.setup.threads:
+        else:
             self._run()
 
     def _add(self, task: Task) -> None:
@@ -100,8 +110,13 @@ class Writer:
 
     def _wake(self) -> None:
         if self._thread is None and self.setup.threads:
-            self._thread = Thread(target=self._run, name="onekv-disk-writer", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._run, name="onekv-disk-writer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # The process may have no more threads: the next task tries again.
+                return
+            self._thread = thread
         self.shared.work.notify()
 
     def _use(self) -> Use:

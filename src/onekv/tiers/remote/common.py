@@ -221,8 +221,12 @@ class Threads:
         self._tasks.put(task)
         if len(self._threads) < self._count:
             thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # The process may have no more threads: the next task tries again, and deadlines hold meanwhile.
+                return
             self._threads.append(thread)
-            thread.start()
 
     def stop(self, seconds: float) -> None:
         """Wait for busy threads; one that waits longer for a store is abandoned."""
