@@ -31,7 +31,8 @@ from ..tiers.files import Clock, Files, Where
 ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
 # Armed by an operation of their own, so that scripts recorded before them stay what they are.
 ASKED_SITES = ("allowed", "proposer")
-# Methods of a tier, and the site that they belong to. Not `drop`: the engine ends if what may be wrong cannot be dropped.
+# Methods of a tier, and the site that they belong to. Not `drop`: if it fails, the engine ends, for its content may be
+# wrong.
 TIER_CALLS = {
     **dict.fromkeys(("find", "tails", "offer", "expect", "ready", "read", "wants"), "tier"),
     **dict.fromkeys(("unexpect", "touch", "clear"), "upkeep"),
