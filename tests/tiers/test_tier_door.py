@@ -308,6 +308,28 @@ def test_what_the_first_tier_has_no_room_for_goes_to_the_second_and_is_read_from
     assert first.closed and second.closed
 
 
+class UnwillingTier(SlowTier):
+    def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
+        raise ValueError("unwilling")
+
+
+def test_a_request_can_end_while_it_is_read_from_a_tier_that_cannot_be_told(caplog):
+    engine, tier = engine_with(build("llama"), 2**24, UnwillingTier)
+    first = ask(engine, prompt_of(1))
+    for seed in range(2, 5):
+        ask(engine, prompt_of(seed))
+    tier.slow = True
+    again = Request([*first.all_tokens, *prompt_of(11, 9)], 4)
+    engine.submit(again)
+    while again.state != "loading":
+        engine.step()
+    engine.cancel([again])
+    assert again.finish_reason == "cancelled" and engine.idle
+    assert "could not be told" in caplog.text
+    engine.check_integrity()
+    engine.close()
+
+
 class BrokenTier(DictTier):
     def drop(self, keys: Sequence[bytes], wrong: bool = False) -> None:
         raise ValueError("broken")

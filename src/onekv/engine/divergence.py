@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..errors import UnsupportedLayerError
+from ..memory.device import settle
 from ..memory.formats import PLAIN, KVFormat, larger, parse
 from ..memory.layout import Layout
 from ..memory.layout.reader import stock_caches
@@ -39,7 +40,7 @@ def measure(engine: Engine, tokens: Sequence[int]) -> float:
             wanted = log_probabilities(model(part, cache=plain)[0])
             found = log_probabilities(memory.run(model, part, [sequence], [part.size])[0])
             apart = divergences(wanted, found).sum()
-            mx.eval(apart, memory.arrays())
+            settle(apart, memory.arrays())
             total += float(apart.item())  # type: ignore[arg-type]
     finally:
         memory.close(sequence)

@@ -150,7 +150,7 @@ class Runner:
         mx.async_eval(drawn.arrays())
         logits = self.forward(sequences, drawn.tokens)
         if self.memory.writes:
-            mx.eval(drawn.arrays())
+            settle(drawn.arrays())
         self._start(requests, logits)
         return _rows(requests, drawn)
 
@@ -194,7 +194,7 @@ class Runner:
             for index, sequence in enumerate(sequences):
                 rows.append(self.forward([sequence], inputs[index : index + 1]))
                 # The next row writes the pool: nothing may still be about to read it.
-                mx.eval(rows[-1], self.memory.arrays())
+                settle(rows[-1], self.memory.arrays())
             return mx.concatenate(rows)
         if self.compiled is not None:
             return self.compiled(sequences, inputs, counts)
@@ -213,7 +213,7 @@ class Runner:
 
     def _read(self, requests: list[Request], logits: mx.array) -> list[Row]:
         drawn = self.draw(requests, logits, _numbers(requests))
-        mx.eval(drawn.arrays(), self.memory.arrays())
+        settle(drawn.arrays(), self.memory.arrays())
         return _rows(requests, drawn)
 
     def settle(self) -> None:
@@ -221,12 +221,12 @@ class Runner:
         if self.flight is not None and all(request.finished for request in self.flight.requests):
             self.flight = None
         # A graph that was built but not computed would keep its inputs alive.
-        mx.eval(self.memory.arrays())
+        settle(self.memory.arrays())
 
     def wait(self) -> None:
         """Block until the step in flight, if there is one, has been computed."""
         if self.flight is not None:
-            mx.eval(self.flight.logits)
+            settle(self.flight.logits)
 
 
 def _numbers(requests: list[Request]) -> list[int]:

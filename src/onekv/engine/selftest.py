@@ -213,7 +213,7 @@ def _after(
             new = mx.array(tokens[sequence.length : sequence.length + count])
             step = ([sequence], new, [count])
             found.append(by(*step) if by is not None else forward(model, memory, *step))
-            mx.eval(found[-1], memory.arrays())
+            settle(found[-1], memory.arrays())
         return mx.concatenate(found)
     finally:
         memory.close(sequence)
@@ -273,7 +273,7 @@ def _decode(
             _fill(model, memory, sequences, prompts, [min(-(-len(row) // 2), memory.chunk) for row in prompts])
         last, counts = mx.array(np.stack(inputs)), [1] * len(sequences)
         logits = by(sequences, last, counts) if by is not None else forward(model, memory, sequences, last, counts)
-        mx.eval(logits, memory.arrays())
+        settle(logits, memory.arrays())
         return logits
     finally:
         for sequence in sequences:

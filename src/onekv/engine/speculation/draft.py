@@ -8,6 +8,7 @@ have stored the same tokens, whatever was guessed.
 import mlx.core as mx
 import numpy as np
 
+from ...memory.device import settle
 from ...memory.kv import KVMemory
 from ...models.draft import DraftAlone, WithDraft
 from ..known import Tried
@@ -39,7 +40,7 @@ class Drafting:
                 asked = [requests[index] for index in some]
                 logits = self._forward(asked, mx.array(last))
                 tokens = guess(logits, asked, [len(request.tokens) + place for request in asked])
-                mx.eval(tokens, self._memory.arrays())
+                settle(tokens, self._memory.arrays())
                 for index, token in zip(some, np.array(tokens).tolist(), strict=True):
                     found[index].append(token)
         finally:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ...memory.device import settle
 from ..request import Logprob, Request
 from ..sampling import Drawn
 
@@ -119,7 +120,7 @@ class Verification:
             logits = logits[mx.array([self._first[index] + at for index, at in pairs])]
         requests = [self._requests[index] for index, _ in pairs]
         drawn = self._draw(requests, logits, [self._before[index] + at for index, at in pairs], self._tolerance)
-        mx.eval(drawn.arrays())
+        settle(drawn.arrays())
         return drawn
 
     def _row(self, index: int, span: range, outcome: "Outcome", position: int) -> Row:
