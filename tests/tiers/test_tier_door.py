@@ -309,11 +309,18 @@ def test_what_the_first_tier_has_no_room_for_goes_to_the_second_and_is_read_from
 
 
 class UnwillingTier(SlowTier):
+    """Breaks the promise of `unexpect` as often as it is told to."""
+
+    unwilling = 0
+
     def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
-        raise ValueError("unwilling")
+        if self.unwilling:
+            self.unwilling -= 1
+            raise ValueError("unwilling")
+        super().unexpect(parts)
 
 
-def test_a_request_can_end_while_it_is_read_from_a_tier_that_cannot_be_told(caplog):
+def test_a_tier_that_cannot_be_told_that_a_request_has_ended_is_told_again(caplog):
     engine, tier = engine_with(build("llama"), 2**24, UnwillingTier)
     first = ask(engine, prompt_of(1))
     for seed in range(2, 5):
@@ -323,9 +330,16 @@ def test_a_request_can_end_while_it_is_read_from_a_tier_that_cannot_be_told(capl
     engine.submit(again)
     while again.state != "loading":
         engine.step()
+    tier.unwilling = 2
     engine.cancel([again])
     assert again.finish_reason == "cancelled" and engine.idle
-    assert "could not be told" in caplog.text
+    engine.check_integrity()
+    assert tier.expected.total()
+    # The second refusal comes before the next request's parts are expected, the end of it before they are read.
+    tier.slow = False
+    assert ask(engine, again.prompt).cached_tokens > 100
+    assert not tier.expected.total() and not tier.unwilling
+    assert caplog.text.count("could not be told") == 1
     engine.check_integrity()
     engine.close()
 

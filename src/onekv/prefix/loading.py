@@ -11,6 +11,7 @@ sequence starts to read the same ones: it waits for this one.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -57,6 +58,8 @@ class Loader:
         self._states = state_tensors(memory.layout)
         # The oldest first.
         self._open: list[Loading] = []
+        # Parts that tiers still keep for nobody, because `unexpect` raised.
+        self._kept: list[tuple[Tier, list[PartName]]] = []
 
     def reads(self, parts: set[PartName]) -> bool:
         """Whether some of `parts` are being read now."""
@@ -70,13 +73,14 @@ class Loader:
                     yield part, block
 
     def start(self, loading: Loading) -> None:
+        self._release_kept()
         told: list[tuple[Tier, list[PartName]]] = []
         try:
             for tier, parts in loading.by_tier().items():
                 tier.expect(parts)
                 told.append((tier, parts))
         except BaseException:
-            _release(told)
+            self._release(told)
             raise
         self._open.append(loading)
 
@@ -86,7 +90,27 @@ class Loader:
         if loading not in self._open:
             return
         self._open.remove(loading)
-        _release(loading.by_tier().items())
+        self._release(loading.by_tier().items())
+
+    def _release(self, expected: Iterable[tuple[Tier, list[PartName]]]) -> None:
+        """Tell tiers what they need not keep any longer.
+
+        This is part of ending a request, also after an error. A tier that breaks its promise and raises must not end
+        more than that: it is told again before anything else is read, since what it keeps may be all it has room for.
+        """
+        for tier, parts in expected:
+            try:
+                tier.unexpect(parts)
+            except Exception:
+                log.exception("a tier could not be told that %d parts will not be read; it is told again", len(parts))
+                self._kept.append((tier, parts))
+
+    def _release_kept(self) -> None:
+        for tier, parts in list(self._kept):
+            # Logged when it failed for the first time.
+            with suppress(Exception):
+                tier.unexpect(parts)
+                self._kept.remove((tier, parts))
 
     def ready(self, seconds: float) -> bool:
         """Whether something can be read now; waits for that for at most about `seconds`."""
@@ -107,6 +131,7 @@ class Loader:
         """Read what is ready of what sequences lack, the oldest first, for about `seconds`; gives those that ended,
         stopped.
         """
+        self._release_kept()
         ended: list[Loading] = []
         deadline = self._now() + seconds
         while (left := deadline - self._now()) > 0 and (following := self._next()) is not None:
@@ -148,16 +173,3 @@ class Loader:
         if part == STATES:
             return sum(tensor.nbytes for tensor in self._states)
         return self._memory.pools[part].block_bytes
-
-
-def _release(expected: Iterable[tuple[Tier, list[PartName]]]) -> None:
-    """Tell tiers what they need not keep any longer.
-
-    This is part of ending a request, also after an error. A tier that breaks its promise and raises must not end more
-    than that: all it does is keep these parts for longer.
-    """
-    for tier, parts in expected:
-        try:
-            tier.unexpect(parts)
-        except Exception:
-            log.exception("a tier could not be told that %d parts will not be read; it may keep them", len(parts))

@@ -150,7 +150,7 @@ class Tier(Protocol):
         """These will be read soon: until `read` or `unexpect` they are not evicted."""
 
     def unexpect(self, parts: Sequence[tuple[bytes, int]]) -> None:
-        """These will not be read after all."""
+        """These will not be read after all. Must not raise; if it does, nothing has changed, and it is called again."""
 
     def ready(self, parts: Sequence[tuple[bytes, int]], seconds: float = 0.0) -> Sequence[tuple[bytes, int]]:
         """Those of the expected `parts` that `read` can answer at once; waits at most `seconds` for one."""
