@@ -269,3 +269,19 @@ def test_what_is_expected_while_the_store_is_paused_comes_when_it_is_in_use_agai
     # Written once, and not wanted again.
     assert tier.wants([where.key]) == [] and tier.stats().writes == 1
     tier.close()
+
+
+def test_a_store_is_not_measured_with_a_value_that_is_too_short():
+    """Which would make every store a slow one: it is put anew."""
+    store = SimStore(Faults(), SimClock())
+    sealer = Sealer("m" * 32, None, BLOCK)
+    kinds = {0: image(4096)}
+    for wrong in (b"", b"short"):
+        store.values[sealer.probe] = wrong
+        tier = RemoteTier(
+            Setup(store, "a store", sealer, kinds, BLOCK, {0: None}, None, "all", SimClock(), False), 10**6, 10**6, 1e9
+        )
+        while tier.work():
+            continue
+        assert len(store.values[sealer.probe]) == 256 * 1024 and tier.stats().bandwidth == 0.0
+        tier.close()
