@@ -11,6 +11,7 @@ from remote_parts import SLOW, Valkey, ask, flush, llm_of, object_store, prompt_
 from test_remote_faults import recovers, stored
 
 from onekv import LLM
+from onekv.errors import SettingError
 from onekv.tiers.remote import opening
 from onekv.tiers.remote.stores import Trouble
 from onekv.tiers.remote.url import parse
@@ -201,3 +202,18 @@ def test_which_answers_of_an_object_store_refuse_a_write(status, refused, answer
             store.heads(["onekv/403"], 3)
         assert not get.value.refused
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ({"AWS_ENDPOINT": "localhost:9000"}, "AWS_ENDPOINT is 'localhost:9000'; it must begin with http://"),
+        ({"AWS_ENDPOINT_URL": "minio.local"}, "AWS_ENDPOINT_URL is 'minio.local'; it must begin with http://"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, "--remote-tier is s3://kv-blocks, which cannot be opened: .*SecretAccessKey$"),
+    ],
+)
+def test_variables_that_cannot_be_are_an_error_at_the_start(known, said, answering, monkeypatch):
+    for name, value in known.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    with pytest.raises(SettingError, match=said):
+        opening._open_store(parse("s3://kv-blocks"), 10.0)

@@ -1,6 +1,7 @@
 """Object stores and shared folders, by obstore."""
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -8,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from ...errors import SettingError
 from .stores import Trouble
 from .url import Place
 
@@ -35,18 +37,22 @@ class ObjectStore:
         self._folder = Path(place.path) if place.kind == "file" else None
         if self._folder is not None:
             return
-        # Credentials, region and endpoint are those of the environment: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and others.
-        self._store = S3Store(
-            place.host,
-            prefix=place.path or None,
-            client_options={
-                "timeout": timedelta(seconds=timeout),
-                "connect_timeout": timedelta(seconds=timeout),
-                "allow_http": True,
-            },
-            # Who asks decides whether to ask again.
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
-        )
+        _check_endpoint()
+        try:
+            # Credentials, region and endpoint are those of the environment: AWS_ACCESS_KEY_ID, AWS_ENDPOINT and others.
+            self._store = S3Store(
+                place.host,
+                prefix=place.path or None,
+                client_options={
+                    "timeout": timedelta(seconds=timeout),
+                    "connect_timeout": timedelta(seconds=timeout),
+                    "allow_http": True,
+                },
+                # Who asks decides whether to ask again.
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout)},
+            )
+        except self._errors.BaseError as error:
+            raise SettingError(f"--remote-tier is {place.shown}, which cannot be opened: {_reason(error)}") from None
 
     def _opened(self, make: bool = False) -> Any:
         """A folder is opened when it is there, and made when something is first written."""
@@ -112,6 +118,14 @@ class ObjectStore:
 
     def close(self) -> None:
         """It holds nothing that has to be closed."""
+
+
+def _check_endpoint() -> None:
+    """What is no URL would be noticed at the first request only, and not said."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"):
+        given = os.environ.get(name, "http://")
+        if not given.startswith(("http://", "https://")):
+            raise SettingError(f"{name} is {given!r}; it must begin with http:// or https://")
 
 
 def _refuses(error: Exception) -> bool:
