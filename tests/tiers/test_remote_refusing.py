@@ -27,15 +27,19 @@ def right() -> Iterator[LLM]:
 
 
 @pytest.fixture
-def valkey(tmp_path: Path) -> Iterator[tuple[str, Emptying]]:
+def server(tmp_path: Path) -> Iterator[Valkey]:
     server = Valkey(tmp_path)
+    yield server
+    server.stop()
 
+
+@pytest.fixture
+def valkey(server: Valkey) -> tuple[str, Emptying]:
     def empty() -> None:
         for name in server.names():
             server.client().set(name, b"")
 
-    yield server.url(), empty
-    server.stop()
+    return server.url(), empty
 
 
 @pytest.fixture
@@ -136,9 +140,8 @@ def test_a_folder_that_is_full_or_read_only_is_still_read(refusing, again, tmp_p
         until(written)
 
 
-def test_a_server_that_refuses_every_write_is_still_read(tmp_path, right):
+def test_a_server_that_refuses_every_write_is_still_read(server, right):
     """As without the replicas that it is to have."""
-    server = Valkey(tmp_path)
     prompt = stored(server.url())
     server.client().config_set("min-replicas-to-write", 1)
     with llm_of(url=server.url()) as llm:
@@ -147,7 +150,6 @@ def test_a_server_that_refuses_every_write_is_still_read(tmp_path, right):
         assert "rejects writes: NOREPLICAS" in str(remote(llm).failed) and remote(llm).pauses == 0
         reading_is_worth_it(llm)
         assert ask(llm, prompt) == (ask(right, prompt)[0], 144)
-    server.stop()
 
 
 class Answering(BaseHTTPRequestHandler):
