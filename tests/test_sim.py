@@ -26,7 +26,7 @@ from onekv.sim.tiers import memory_folder
 KEPT = sorted((Path(__file__).parent / "sim").glob("*.json"))
 # The seeds at which mutations are found soon, where it is not the first.
 FOUND_AT = {
-    "a store's block is used without verification": 5020,
+    "a store's block is used without verification": 5085,
     "a hash without its parent": 5001,
     "a checksum is not checked": 5001,
     "a part that could not be read counts as read": 5001,

@@ -148,10 +148,12 @@ def test_at_every_point_a_recorded_stream_is_what_the_index_was(publisher, route
         states = [cached_blocks(llm)]
 
         def noted(event: Event) -> None:
+            wait = chance.random() < 0.15
             stream.unsent.add(event)
             states.append(cached_blocks(llm))
-            if chance.random() < 0.05:
-                time.sleep(2 * publishing.TOGETHER_S)
+            # Until that is sent, if it has not undone what was to be sent.
+            while wait and (stream.unsent._since or stream.unsent._cleared):
+                time.sleep(0.01)
 
         llm.engine.prefix.listen(noted)
         for _ in range(30):

@@ -1,5 +1,7 @@
 """What the tests of the tiers share."""
 
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -12,6 +14,23 @@ import pytest
 def root(tmp_path: Path) -> Path:
     """Where a test has its disk cache."""
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path, str], None]]:
+    """Mounts a tmpfs with these options; skips the test where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount_tmpfs(place: Path, options: str) -> None:
+        place.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("this needs the right to mount a tmpfs")
+        mounted.append(place)
+
+    yield mount_tmpfs
+    for place in reversed(mounted):
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 import errno
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,22 +18,6 @@ from onekv.tiers.maintain import verify
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name == "onekv.tiers"]
-
-
-@pytest.fixture
-def mount() -> Iterator[Callable[[Path, str], None]]:
-    mounted: list[Path] = []
-
-    def mount_tmpfs(place: Path, options: str) -> None:
-        place.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("this needs the right to mount a tmpfs")
-        mounted.append(place)
-
-    yield mount_tmpfs
-    for place in reversed(mounted):
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_disk_discards_and_recovers(tmp_path, mount, caplog):

@@ -45,6 +45,7 @@ def test_what_urls_mean():
         ("valkey://cache?ttl=week", "ttl='week'; write a time like 7d"),
         ("valkey://cache?ttl=0s", "ttl='0s'"),
         ("valkey://cache/1?cluster=on", "only has database 0"),
+        ("valkey://cache?cluster=maybe", "cluster='maybe'; it must be on or off"),
         ("s3://bucket?ttl=7d", "lifecycle rules"),
         ("s3://bucket?cluster=on", "takes timeout"),
         ("file://folder", "file:///shared/folder"),
@@ -52,8 +53,26 @@ def test_what_urls_mean():
 )
 def test_what_urls_may_not_say(text, message):
     with pytest.raises(SettingError) as error:
-        parse(text, "pass" + "word")
-    assert message in str(error.value) and "password" not in str(error.value)
+        parse(text, "hush")
+    assert message in str(error.value) and "hush" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "valkey://me:hush#hush@cache",
+        "valkey://me:hush/hush@cache:7000/0",
+        "valkey://me:123/hush@cache",
+        "valkey://me:123?hush@cache",
+        "redis://:123#hush@cache",
+        "valkey://me:hush\u2100@cache",
+        "//me:hush@cache",
+    ],
+)
+def test_no_part_of_a_password_that_was_not_escaped_is_shown(text):
+    with pytest.raises(SettingError, match=r"%23|begins with 'cache'") as error:
+        parse(text)
+    assert "hush" not in str(error.value) and "123" not in str(error.value)
 
 
 def test_a_store_elsewhere_needs_a_secret(tmp_path):
@@ -269,3 +288,19 @@ def test_what_is_expected_while_the_store_is_paused_comes_when_it_is_in_use_agai
     # Written once, and not wanted again.
     assert tier.wants([where.key]) == [] and tier.stats().writes == 1
     tier.close()
+
+
+def test_a_store_is_not_measured_with_a_value_that_is_too_short():
+    """Which would make every store a slow one: it is put anew."""
+    store = SimStore(Faults(), SimClock())
+    sealer = Sealer("m" * 32, None, BLOCK)
+    kinds = {0: image(4096)}
+    for wrong in (b"", b"short"):
+        store.values[sealer.probe] = wrong
+        tier = RemoteTier(
+            Setup(store, "a store", sealer, kinds, BLOCK, {0: None}, None, "all", SimClock(), False), 10**6, 10**6, 1e9
+        )
+        while tier.work():
+            continue
+        assert len(store.values[sealer.probe]) == 256 * 1024 and tier.stats().bandwidth == 0.0
+        tier.close()

@@ -227,12 +227,12 @@ class RemoteTier:
             began = self._common.now()
             there = store.heads([name], 1)[0] is not None
             answered = self._common.now()
-            if there:
-                size = len(store.get(name, PROBE) or b"") or PROBE
-                ended = self._common.now()
+            value = store.get(name, PROBE) if there else None
+            ended = self._common.now()
+            if value is not None and len(value) == PROBE:
                 with common.lock:
                     common.pace.answered(answered - began)
-                    common.pace.transferred(size, answered, ended)
+                    common.pace.transferred(PROBE, answered, ended)
             elif self._setup.write != "off":
                 self._put_probe(name)
         except Trouble as trouble:
@@ -252,8 +252,12 @@ class RemoteTier:
         common.resume()
 
     def _put_probe(self, name: str) -> None:
+        store, value = self._setup.store, memoryview(bytes(PROBE))
         try:
-            self._setup.store.put(name, memoryview(bytes(PROBE)))
+            if not store.put(name, value):
+                # One that is too short: what would be measured with it is not the store.
+                store.delete(name)
+                store.put(name, value)
         except Trouble as trouble:
             if not trouble.refused:
                 raise

@@ -8,6 +8,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from ...errors import SettingError
 
 EXAMPLES = "valkey://HOST:6379/0?ttl=7d, s3://BUCKET/PREFIX or file:///shared/folder"
+_ESCAPED = "; in a user or password, # is written %23, / is %2F, ? is %3F and @ is %40"
 # Of each scheme: the kind of store, and whether it is reached by TLS.
 SCHEMES = {
     "valkey": ("valkey", False),
@@ -18,6 +19,7 @@ SCHEMES = {
     "file": ("file", False),
 }
 _OPTIONS = {"valkey": ("ttl", "timeout", "cluster"), "s3": ("timeout",), "file": ("timeout",)}
+_ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 
@@ -58,10 +60,14 @@ def parse(text: str, password: str | None = None) -> Place:
     try:
         url = urlsplit(text)
         port = url.port
-    except ValueError as error:
-        raise SettingError(f"--remote-tier is not a URL ({error}); write it like {EXAMPLES}") from None
+    except ValueError:
+        # Not what is wrong with it: that may be part of a password.
+        raise SettingError(f"--remote-tier is not a URL; write it like {EXAMPLES}{_ESCAPED}") from None
     if url.scheme not in SCHEMES:
-        raise SettingError(f"--remote-tier begins with {url.scheme or text!r}; write it like {EXAMPLES}")
+        begin = url.scheme or text.rpartition("@")[2]
+        raise SettingError(f"--remote-tier begins with {begin!r}; write it like {EXAMPLES}")
+    if SCHEMES[url.scheme][0] == "valkey" and (url.fragment or "@" in url.path + url.query):
+        raise SettingError(f"--remote-tier is not a URL of a Valkey server; write it like {EXAMPLES}{_ESCAPED}")
     kind, tls = SCHEMES[url.scheme]
     host = url.hostname or ""
     at = f"[{host}]" if ":" in host else host
@@ -76,7 +82,9 @@ def parse(text: str, password: str | None = None) -> Place:
         raise SettingError(f"--remote-tier is {shown}, without a host or bucket; write it like {EXAMPLES}")
     elif kind == "valkey" and not (path or "0").isdigit():
         raise SettingError(f"--remote-tier is {shown}; after the host comes the number of a database, such as /0")
-    cluster = options.get("cluster", "off").lower() in ("on", "true", "yes", "1")
+    said = options.get("cluster", "off").lower()
+    if (cluster := said in _ON) is (said in _OFF):
+        raise SettingError(f"--remote-tier has cluster={said!r}; it must be on or off")
     if cluster and path.strip("0"):
         raise SettingError(f"--remote-tier is {shown}, but a cluster only has database 0")
     return Place(

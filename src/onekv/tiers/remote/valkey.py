@@ -46,17 +46,15 @@ class ValkeyStore:
             self._client = clients.Redis(**common, db=int(place.path or 0), max_connections=CONNECTIONS)
 
     @contextmanager
-    def _asking(self) -> Iterator[Any]:
+    def _asking(self, writes: bool = False) -> Iterator[Any]:
         errors = self._errors
         try:
             if self._client is None:
                 self._client = self._connect()
             yield self._client
-        except (errors.OutOfMemoryError, errors.NoPermissionError, errors.ReadOnlyError) as error:
-            raise Trouble(_first_line(error), refused=True) from error
         except errors.ResponseError as error:
-            # A disk that is full at the server's side comes as one of these.
-            raise Trouble(_first_line(error), refused=str(error).startswith(("MISCONF", "OOM"))) from error
+            # A server that is full, a replica, or not ours to write to can still be read: if not, reading it says so.
+            raise Trouble(_first_line(error), refused=writes) from error
         except (errors.RedisError, errors.RedisClusterException, OSError) as error:
             # What concerns a cluster as a whole is not a RedisError.
             raise Trouble(_first_line(error)) from error
@@ -84,11 +82,11 @@ class ValkeyStore:
         return memoryview(value) if value else None
 
     def put(self, name: str, value: memoryview) -> bool:
-        with self._asking() as client:
+        with self._asking(writes=True) as client:
             return client.set(name, value, nx=True, px=self._ttl) is not None
 
     def delete(self, name: str) -> None:
-        with self._asking() as client:
+        with self._asking(writes=True) as client:
             client.unlink(name)
 
     def close(self) -> None:

@@ -133,9 +133,15 @@ class Writes:
         name = self._setup.sealer.name(*part)
         new = False
         # Asked first: bytes that are there need not be sent.
-        if store.heads([name], 1)[0] is None:
+        head = store.heads([name], 1)[0]
+        if head is None:
             self._setup.sealer.seal(name, buffer)
             new = store.put(name, buffer)
+            # Another server's; or an empty value, which Valkey does not tell from none.
+            head = None if new else store.heads([name], 1)[0]
+        if not new and not head:
+            common.is_wrong(part, "it is empty")
+            return False
         with common.lock:
             if new:
                 common.counts.writes += 1
