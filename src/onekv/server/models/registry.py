@@ -196,8 +196,9 @@ class Models:
             self._changed.notify_all()
 
     def unload(self, model: Model) -> None:
-        """Unload it when those that hold it are answered; returns when that is done. Nothing if it is not loaded."""
+        """Unload it when those that hold it are answered, after its load if that has begun; returns when that is done."""
         with self._changed:
+            self._changed.wait_for(lambda: model.state != "loading" or self._stopping)
             if model.state == "loaded":
                 model.move("unloading")
                 self._changed.notify_all()
