@@ -196,7 +196,7 @@ class Models:
             self._changed.notify_all()
 
     def unload(self, model: Model) -> None:
-        """Unload it when those that hold it are answered, after its load if that has begun; returns when that is done."""
+        """Unload it when those that hold it are answered, and not before it is loaded; returns when that is done."""
         with self._changed:
             self._changed.wait_for(lambda: model.state != "loading" or self._stopping)
             if model.state == "loaded":
