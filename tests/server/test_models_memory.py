@@ -119,6 +119,8 @@ def test_what_is_loaded_at_the_start_must_fit(paths: dict[str, str]) -> None:
     pinned = [spec(name, path, keep="pinned") for name, path in paths.items()]
     with pytest.raises(MemoryBudgetError, match=r"beside what is pinned \(b\).*--memory is 800"):
         Models(pinned, "800MiB", COMMON).start()
+    with pytest.raises(MemoryBudgetError, match=r"--memory is 1024\.00 TiB, but .* has \d.*; lower it"):
+        Models(pinned, "1024TiB", COMMON)
     with pytest.raises(SettingError, match="--memory"):
         Models(pinned, "much", COMMON)
     assert abs(active() - before) <= LEFT

@@ -1,4 +1,4 @@
-"""What a model needs, from the shapes of its weights alone, as `onekv plan` finds it."""
+"""What a model needs, from the shapes of its weights alone, as `onekv plan` finds it; and the budget for all."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,10 +8,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...errors import MemoryBudgetError, ModelFormatError, SettingError
 from ...memory.plan import MARGIN, Plan, make_plan
+from ...memory.plan.device import read_device
 from ...memory.plan.workspace import weight_bytes
 from ...models import context_length, load_for
 from ...models.adapted import adapter_bytes
 from ...models.draft import WithDraft
+from ...units import format_size, parse_size
 from ..infill import marks_of
 from ..sampling_defaults import SamplingDefaults
 from .spec import ModelSpec
@@ -48,6 +50,22 @@ class Planned:
     def own(self) -> int:
         """Those that it does not share with a model of the same weights."""
         return self.need - self.shared
+
+
+def budget(memory: str | int | None) -> int:
+    """Bytes for all models: what is free now, a share of it, or what is given.
+
+    Raises MemoryBudgetError if the device does not have them.
+    """
+    device = read_device()
+    if memory is None:
+        return device.available
+    size = parse_size(memory, whole=device.available, name="--memory")
+    if size > device.total:
+        raise MemoryBudgetError(
+            f"--memory is {format_size(size)}, but {device.name} has {format_size(device.total)}; lower it"
+        )
+    return size
 
 
 def plan_model(spec: ModelSpec, memory: int, tokenizer: TokenizerWrapper | None = None) -> Planned:
