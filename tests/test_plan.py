@@ -1,5 +1,7 @@
 """What a model keeps, how a budget is divided, and that what the plan promises is really there."""
 
+import math
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from onekv.memory.kv import KVMemory
 from onekv.memory.layout import Group, KVLayer, Layout, Leaf, Rule
 from onekv.memory.layout.reader import KEEP, read_layout
 from onekv.memory.plan import MARGIN, Plan, make_plan
-from onekv.memory.plan.budget import divide
+from onekv.memory.plan.budget import divide, least_bytes
 from onekv.memory.pool import OutOfBlocks
 from onekv.memory.pool.sequence import Sequence
 from onekv.memory.pool.table import blocks_needed
@@ -189,6 +191,26 @@ def test_pool_arrays_are_exactly_as_large_as_planned(name):
 def test_a_share_is_of_what_is_free():
     half, quarter = (plan_for("llama", kv_memory=text).budget for text in ("0.50%", "0.25%"))
     assert half == pytest.approx(2 * quarter, rel=0.1)
+
+
+@pytest.mark.parametrize("kv_memory", [None, "25%"])
+def test_without_a_number_for_kv_weights_that_do_not_fit_are_refused_for_their_own_size(kv_memory):
+    """Nobody has set --kv-memory to 0 bytes."""
+    model, settings = build("qwen3_next"), Settings(kv_memory=kv_memory, block_size=16)
+    plan = make_plan(model, settings, 256, available=2**20)
+    least = least_bytes(plan.layout, 16, plan.max_batch, plan.prefill_chunk)
+    assert plan.budget == least and plan.longest == 16
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan.check()
+    assert f"weights {format_size(plan.weights)}" in str(caught.value) and "1.00 MiB of" in str(caught.value)
+
+
+def test_the_least_budget_that_a_refusal_names_is_enough():
+    """Also where snapshots of recurrent states share it."""
+    with pytest.raises(MemoryBudgetError) as caught:
+        plan_for("qwen3_next", kv_memory="64KiB")
+    size = float(re.search(r"at least (\d+\.\d+) KiB", str(caught.value))[1])
+    assert plan_for("qwen3_next", kv_memory=math.ceil((size + 0.01) * 2**10)).blocks
 
 
 def test_the_default_budget_is_no_more_than_full_conversations_need():

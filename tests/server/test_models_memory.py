@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from onekv.errors import MemoryBudgetError, SettingError
 from onekv.llm import LLM
 from onekv.memory.plan import MARGIN
 from onekv.server.models.registry import Models
+from onekv.server.models.spec import ModelSpec
+from onekv.units import format_size
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +119,54 @@ def test_what_is_loaded_at_the_start_must_fit(paths: dict[str, str]) -> None:
     pinned = [spec(name, path, keep="pinned") for name, path in paths.items()]
     with pytest.raises(MemoryBudgetError, match=r"beside what is pinned \(b\).*--memory is 800"):
         Models(pinned, "800MiB", COMMON).start()
+    with pytest.raises(MemoryBudgetError, match=r"--memory is 1024\.00 TiB, but .* has \d.*; lower it"):
+        Models(pinned, "1024TiB", COMMON)
     with pytest.raises(SettingError, match="--memory"):
         Models(pinned, "much", COMMON)
     assert abs(active() - before) <= LEFT
+
+
+@pytest.mark.parametrize("kv_memory", [None, "25%", "32MiB"])
+def test_one_that_never_fits_is_refused_and_the_others_are_served(
+    paths: dict[str, str], smollm2_path: Path, kv_memory: str | None
+) -> None:
+    """Also where nobody said how much KV it gets, and its weights leave nothing."""
+    specs = [spec("a", paths["a"]), spec("large", str(smollm2_path), kv_memory=kv_memory)]
+    models = Models(specs, "620MiB", COMMON)
+    models.start()
+    try:
+        with pytest.raises(MemoryBudgetError) as caught:
+            models.ask(models.models[1])
+        said, plan = str(caught.value), models.models[1].planned.plan
+        sizes = (plan.weights, plan.pool_bytes, plan.workspace, plan.total, models.memory)
+        assert all(format_size(size) in said for size in sizes), said
+        assert said.endswith("--memory is 620.00 MiB; raise it"), "no KV is small enough"
+        generate(models, models.first)
+    finally:
+        models.stop(0)
+
+
+def test_a_refusal_says_what_would_help(paths: dict[str, str]) -> None:
+    a, b = (spec(name, path, keep="pinned" if name == "a" else "lru") for name, path in paths.items())
+
+    def refused(memory: str, *specs: ModelSpec) -> str:
+        models = Models(list(specs), memory, COMMON)
+        models.start()
+        try:
+            with pytest.raises(MemoryBudgetError) as caught:
+                models.ask(models.models[1])
+        finally:
+            models.stop(0)
+        return str(caught.value).split("; ")[1]
+
+    assert refused("800MiB", a, b) == "raise it, or pin fewer models"
+    large = replace(b, engine=replace(b.engine, kv_memory="4GiB"))
+    assert refused("1200MiB", a, large) == "raise it, or lower --kv-memory"
+    fits_alone = replace(b, engine=replace(b.engine, kv_memory="256MiB"))
+    assert refused("1200MiB", a, fits_alone) == "raise it, pin fewer models, or lower --kv-memory"
+    small = replace(b, engine=replace(b.engine, kv_memory="1KiB"))
+    with pytest.raises(MemoryBudgetError, match=r"models\.b: --kv-memory is 1\.00 KiB, .* at least "):
+        Models([a, small], "2GiB", COMMON).start()
 
 
 def test_an_engine_that_ended_is_loaded_again(paths: dict[str, str]) -> None:

@@ -248,6 +248,22 @@ def test_an_unload_tells_what_it_waits_for_and_what_it_stores(several: Server, f
     assert freed, several.log()
 
 
+def test_an_unload_during_a_load_is_not_forgotten(several: Server, folder: Path) -> None:
+    """Who waited for the model is answered first."""
+    (folder / "c.wait").touch()
+    answers: list[httpx.Response] = []
+    waiting = in_background(several, "c", "early", answers)
+    eventually(lambda: states(several)["c"] == "loading")
+    unloading = threading.Thread(target=lambda: answers.append(post(several, "c", "unload")))
+    unloading.start()
+    # It has arrived by then, or is slow and comes after the load.
+    unloading.join(1)
+    (folder / "c.wait").unlink()
+    unloading.join()
+    waiting.join()
+    assert [answer.status_code for answer in answers] == [200, 200] and states(several)["c"] == "unloaded"
+
+
 # The commands
 
 

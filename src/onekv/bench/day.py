@@ -19,6 +19,7 @@ compiled loops are there.
 import argparse
 import asyncio
 import json
+import math
 import random
 import sys
 import tempfile
@@ -150,7 +151,7 @@ def _models(paths: dict[str, str], disk: Path, report: Report) -> "Models":
 
     need = plan_model(spec("a"), 2**33).need
     report.limit = MARGIN + 2 * need + need // 2
-    shared = {"max_waiting": 64, "max_wait": TIMEOUT_S, "hygiene": Hygiene(), "progress": False}
+    shared = {"max_waiting": report.clients, "max_wait": TIMEOUT_S, "hygiene": Hygiene(), "progress": False}
     specs = [spec(name) for name in paths]
     return Models(specs, report.limit, shared, lambda backend: report.loads.update([backend.name]))
 
@@ -259,8 +260,9 @@ class _Script:
         self._url, self._models, self._report = url, models, report
         self._random = random.Random(seed)
         self._left = report.requests
-        # Those that nobody is in the middle of.
-        self._idle = [self._conversation(name) for name in NAMES for _ in range(CONVERSATIONS)]
+        # Those that nobody is in the middle of: one is left for each client.
+        count = max(CONVERSATIONS, math.ceil(report.clients / len(NAMES)))
+        self._idle = [self._conversation(name) for name in NAMES for _ in range(count)]
         # What was answered in which turn of which conversation: its model and seed.
         self._texts: dict[tuple[str, int, int], set[str]] = {}
 
@@ -286,7 +288,7 @@ class _Script:
 
     async def _refused(self, client: "httpx2.AsyncClient") -> None:
         answer = await client.post("/v1/completions", json=_body(REFUSED, [1, 2, 3]))
-        good = answer.status_code == 503 and "--memory" in answer.text
+        good = answer.status_code == 503 and f"--memory is {format_size(self._report.limit)}" in answer.text
         self._outcome("refused" if good else "wrong", f"{REFUSED}: {answer.status_code} {answer.text[:300]}")
 
     async def _turn(self, client: "httpx2.AsyncClient", conversation: _Conversation) -> None:
@@ -294,8 +296,9 @@ class _Script:
         body = _body(model, prompt)
         if self._random.random() < CANCELLED:
             async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-                await anext(aiter(answer.aiter_lines()))
-            self._outcome("closed")
+                line = await anext(aiter(answer.aiter_lines()), "")
+            good = answer.status_code == 200 and (line.startswith(":") or '"choices"' in line)
+            self._outcome("closed" if good else "wrong", f"{model}: {answer.status_code} {line[:300]}")
             return
         answer = await client.post("/v1/completions", json=body)
         if answer.status_code != 200:

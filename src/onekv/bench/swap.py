@@ -1,6 +1,6 @@
 """The first token after a swap of models, beside loading that model in a fresh process.
 
-The default model, twice: as its file, and in mlx-lm's format. A server has room for one of them at a time. Requests go
+A model, twice: as its file or folder, and in mlx-lm's format. A server has room for one of them at a time. Requests go
 to both in turn, so that each waits until the other model is unloaded and its own is loaded. The peer is a process that
 has imported everything, then loads the model with the same settings and generates one token; its start is not counted.
 Neither has a disk cache. Rounds of both sides alternate; times are seconds, medians over the rounds.
@@ -71,13 +71,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _paths(model: str, folder: Path) -> dict[str, str]:
-    """The model's own file, and a folder of it in mlx-lm's format."""
+    """The model's own file or folder, and a folder of it in mlx-lm's format."""
     from ..models import load_model
 
     loaded = load_model(model)
     target = folder / "folder"
     target.mkdir()
-    save(target, loaded.model, loaded.config, loaded.tokenizer)
+    # A word that no model reads, so that a folder with the same weights is not taken for the same model.
+    save(target, loaded.model, {**loaded.config, "copy": 2}, loaded.tokenizer)
     return {"file": str(loaded.path), "folder": str(target)}
 
 

@@ -112,7 +112,7 @@ def _define_servers(benches: Any) -> None:
     text = "time to first token after a model swap, compared with loading the model in a fresh process"
     command = _add(benches, "swap", text, "onekv bench swap --rounds 5 --json result.json", SERVERS_NEED)
     add_count(command, "--rounds", 5, "rounds", "swaps to each model")
-    command.add_argument("--model", default=DEFAULT_MODEL, help=f"a name or a .gguf file; default: {DEFAULT_MODEL}")
+    command.add_argument("--model", default=DEFAULT_MODEL, help=options.MODEL_HELP)
     _add_json(command)
 
 

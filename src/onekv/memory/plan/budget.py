@@ -33,8 +33,7 @@ def divide(
     Raises MemoryBudgetError if not even one sequence fits.
     """
     states = layout.sequence_bytes * max_batch + snapshots
-    windows = [group for group in layout.groups if group.rule.span is not None]
-    full = [group for group in layout.groups if group.rule.span is None]
+    windows, full = _windows_and_full(layout)
     # Of each window: one sequence that is prefilled, and each further one, which is decoding.
     first = {group: _window_blocks(group, block_size, chunk) for group in windows}
     further = {group: _window_blocks(group, block_size, steady_chunk(group, chunk)) for group in windows}
@@ -42,7 +41,7 @@ def divide(
     further_bytes = sum(group.token_bytes * block_size * further[group] for group in windows)
     full_block_bytes = sum(group.token_bytes for group in full) * block_size
 
-    least = states + first_bytes + full_block_bytes
+    least = least_bytes(layout, block_size, max_batch, chunk) + snapshots
     if budget < least:
         raise MemoryBudgetError(
             f"--kv-memory is {format_size(budget)}, but this model needs at least {format_size(least)} "
@@ -62,6 +61,18 @@ def divide(
         )
         for group in layout.groups
     )
+
+
+def least_bytes(layout: Layout, block_size: int, max_batch: int, chunk: int) -> int:
+    """The smallest budget: states of `max_batch` sequences, and room for one of them."""
+    windows, full = _windows_and_full(layout)
+    first = sum(group.token_bytes * block_size * _window_blocks(group, block_size, chunk) for group in windows)
+    return layout.sequence_bytes * max_batch + first + sum(group.token_bytes for group in full) * block_size
+
+
+def _windows_and_full(layout: Layout) -> tuple[list[Group], list[Group]]:
+    windows = [group for group in layout.groups if group.rule.span is not None]
+    return windows, [group for group in layout.groups if group.rule.span is None]
 
 
 def steady_chunk(group: Group, chunk: int) -> int:

@@ -17,7 +17,16 @@ from ..layout.fingerprint import stored_as
 from ..layout.reader import read_layout
 from ..layout.stored import encoded
 from ..pool.table import blocks_needed
-from .budget import arrival_bytes, divide, full_length_bytes, largest_part, queue_bytes, steady_chunk, way_bytes
+from .budget import (
+    arrival_bytes,
+    divide,
+    full_length_bytes,
+    largest_part,
+    least_bytes,
+    queue_bytes,
+    steady_chunk,
+    way_bytes,
+)
 from .device import Device, read_device
 from .workspace import SCORES, weight_bytes, workspace_bytes
 
@@ -135,15 +144,11 @@ def make_plan(
     free = device.available + min(weights, mx.get_active_memory()) if available is None else available
     device = replace(device, available=free)
     rest = max(0, device.available - weights - MARGIN - SCORES)
-    if settings.kv_memory is None:
-        budget = rest // 2
-        if context is not None:
-            budget = min(budget, full_length_bytes(layout, settings, context, chunk))
-    else:
-        budget = parse_size(settings.kv_memory, whole=rest, name="--kv-memory")
+    least = least_bytes(layout, settings.block_size, settings.max_batch, chunk)
+    budget = _budget(layout, settings, context, chunk, rest, least)
     snapshots = 0
     if settings.prefix_cache:
-        snapshots = min(budget // 4, SNAPSHOTS * settings.max_batch * layout.sequence_bytes)
+        snapshots = min(budget // 4, SNAPSHOTS * settings.max_batch * layout.sequence_bytes, max(0, budget - least))
     blocks = divide(layout, budget, settings.block_size, settings.max_batch, chunk, snapshots)
     workspace = workspace_bytes(model, layout, blocks, settings.block_size, settings.max_batch, chunk)
     return Plan(
@@ -161,3 +166,21 @@ def make_plan(
         remote_out=way_bytes(layout, settings, chunk) if settings.remote_tier is not None else 0,
         remote_in=arrival_bytes(layout, settings, chunk) if settings.remote_tier is not None else 0,
     )
+
+
+def _budget(layout: Layout, settings: Settings, context: int | None, chunk: int, rest: int, least: int) -> int:
+    """For KV, where weights, margin and scores leave `rest`: what is set in bytes, or else a share of that.
+
+    No share is less than the `least`: where that is too much, the plan says by how much (`Plan.check`).
+    """
+    given = settings.kv_memory
+    if given is None:
+        budget = rest // 2
+        if context is not None:
+            budget = min(budget, full_length_bytes(layout, settings, context, chunk))
+    else:
+        # A share of nothing is nothing.
+        budget = parse_size(given, whole=rest, name="--kv-memory", zero=True)
+        if not (isinstance(given, str) and "%" in given):
+            return budget
+    return max(budget, least)

@@ -22,8 +22,19 @@ def check_fits(model: Model, pinned: list[Model], memory: int) -> None:
     raise MemoryBudgetError(
         f"the model {model.name!r} needs {format_size(need)} (weights {weights}, KV {kv}, workspace {workspace})"
         f"{beside}: {format_size(wanted)} in all with the margin, but --memory is {format_size(memory)}; "
-        "raise it, or lower --kv-memory"
+        f"{_ways(model, pinned, memory)}"
     )
+
+
+def _ways(model: Model, pinned: list[Model], memory: int) -> str:
+    """What would help."""
+    ways = ["raise it"]
+    if pinned and needs([model]) <= memory:
+        ways.append("pin fewer models")
+    there = [model, *pinned]
+    if needs(there) - sum(each.planned.need - each.planned.least for each in there) <= memory:
+        ways.append("lower --kv-memory")
+    return ", or ".join((", ".join(ways[:-1]), ways[-1])) if len(ways) > 1 else ways[0]
 
 
 def too_many(model: Model, waiting: int) -> OverloadedError:

@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...errors import MemoryBudgetError, OneKVError, StuckError
-from ...memory.plan.device import read_device
 from ...models.freed import freed
 from ...prefix.events import Listener
-from ...units import format_size, parse_size
+from ...units import format_size
 from ..backend import Backend
 from ..errors import NotFoundError, for_client
 from ..metrics import Metrics
 from .freeing import Parts, Taken
 from .loading import Loader
 from .model import PRESENT, Model, Place, limit_of, needs
-from .planning import plan_model
+from .planning import budget, plan_model
 from .progress import Loads
 from .refusals import check_fits, shutting_down, too_many
 from .spec import ModelSpec
@@ -47,8 +46,7 @@ class Models:
         """
         self._loaded = loaded
         self.max_waiting, self.max_wait = int(common["max_waiting"]), float(common["max_wait"])
-        free = read_device().available
-        self.memory = free if memory is None else parse_size(memory, whole=free, name="--memory")
+        self.memory = budget(memory)
         hygiene = common["hygiene"]
         hearing = listeners or [None] * len(specs)
         self.models = [
@@ -196,8 +194,9 @@ class Models:
             self._changed.notify_all()
 
     def unload(self, model: Model) -> None:
-        """Unload it when those that hold it are answered; returns when that is done. Nothing if it is not loaded."""
+        """Unload it when those that hold it are answered, and not before it is loaded; returns when that is done."""
         with self._changed:
+            self._changed.wait_for(lambda: model.state != "loading" or self._stopping)
             if model.state == "loaded":
                 model.move("unloading")
                 self._changed.notify_all()
