@@ -353,7 +353,7 @@ class Settings(SettingsBase):
     hot_only: bool = switch(False, "never use the disk: evicted blocks are dropped; excludes --disk-cache")
     check_integrity: bool = switch(
         sys.flags.dev_mode,
-        "count all blocks whenever the engine is idle, and exit if one is lost or held twice",
+        "count all blocks whenever the engine becomes idle, and stop it if one is lost or held twice",
         otherwise="off, on with python -X dev",
     )
 
