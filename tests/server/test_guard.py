@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,18 @@ def test_others_get_their_turn_while_a_large_body_is_looked_at() -> None:
     assert asyncio.run(turns(b'"' + b"[" * (8 * shape.SLICE) + b'"')) >= 8
 
 
-def test_a_deep_body_is_left_at_its_first_piece() -> None:
-    assert asyncio.run(turns(b"[" * (8 * shape.SLICE))) < 4
+@pytest.mark.parametrize("body", [b"[" * (8 * shape.SLICE), b"[]," * (4 * shape.SLICE), b"1," * (8 * shape.SLICE)])
+def test_a_body_is_left_at_the_first_piece_that_has_too_much(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    slices = shape._slices
+
+    def counted(body: bytes) -> Iterator[tuple[int, int, int]]:
+        for found in slices(body):
+            looked.append(found[0])
+            yield found
+
+    monkeypatch.setattr(shape, "_slices", counted)
+    assert refusal(body) and len(looked) <= 2
 
 
 def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
