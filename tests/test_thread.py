@@ -131,15 +131,14 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
 
 def test_too_many_are_refused_at_once_and_all_or_none():
     with Running(max_waiting=1, max_batch=2) as running:
-        first = [Collected(tokens(9, seed), 60, held=True) for seed in range(2)]
+        first = [Collected(tokens(9, seed), 60, held=seed == 0) for seed in range(2)]
         running.start(*first)
         with pytest.raises(OverloadedError, match="--max-waiting") as refused:
             running.start(Collected(tokens(9, 7)), Collected(tokens(9, 8)))
         assert refused.value.retry_after > 0
         last = Collected(tokens(9, 9), 2)
         running.start(last)
-        for job in first:
-            job.go.set()
+        first[0].go.set()
         assert all(isinstance(job.result(), End) for job in [*first, last])
 
 
@@ -288,10 +287,9 @@ def test_a_model_that_raises_fails_the_requests_of_that_step_alone():
 def test_stopping_lets_short_requests_finish_and_cancels_long_ones():
     # No time passes until the short one has ended; then all of it.
     clock = [0.0]
-    running = Running(now=lambda: clock[0])
+    running = Running(now=lambda: clock[-1])
     short, long = Collected(tokens(9, 1), 5), Collected(tokens(9, 2), 3000, held=True)
-    keep = short.job.emit
-    short.job.emit = lambda event: (keep(event), clock.__setitem__(0, 100.0 * isinstance(event, End)))
+    short.job.emit = lambda event: (short.events.put(event), isinstance(event, End) and clock.append(100.0))
     running.start(short, long)
     long.events.get(timeout=60)
     stopping = threading.Thread(target=running.thread.stop, args=(1.0,))
@@ -307,15 +305,6 @@ def test_stopping_lets_short_requests_finish_and_cancels_long_ones():
         running.start(Collected(tokens(9, 3)))
     with pytest.raises(OverloadedError):
         running.thread.call(lambda engine: None)
-
-
-def test_what_building_raises_reaches_who_starts_it():
-    def fails() -> Engine:
-        raise TooLongError("no such model")
-
-    thread = EngineThread(fails)
-    with pytest.raises(TooLongError, match="no such model"):
-        thread.start()
 
 
 def test_only_its_own_thread_touches_the_engine():
