@@ -74,7 +74,7 @@ def whole(least: int | None = None, most: int | None = None) -> Convert[int]:
 
 def text(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        refuse(value, where, "text")
+        raise SettingError(f"{where} must be text")  # Not repeated: it may be a secret.
     return str(value)
 
 

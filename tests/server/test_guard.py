@@ -130,6 +130,9 @@ def test_no_message_has_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.delenv("ONEKV_API_KEYS", raising=False)
     assert "secret" not in message(api_keys="secret-in-the-wrong-place")
     assert "secret" not in message(api_keys="secret-key," * 100)
+    assert "secret" not in message(api_keys=["secret-key-1", "secret-key-2"])
+    for given in ({"api_key": "secret-key"}, {"api_keys": "secret-key-1,secret-key-2"}):
+        assert "secret" not in repr(ServerSettings.resolve(given))
     (tmp_path / "keys").write_bytes(b"secret-key-\xff\xfe\n")
     assert "secret" not in message(api_keys=str(tmp_path / "keys"))
     for short in ("secret", "secret-k\u00e9y"):
