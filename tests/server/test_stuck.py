@@ -120,6 +120,7 @@ def test_a_model_call_that_hangs(tiny: str, tmp_path: Path) -> None:
     assert stuck["status"] == "stuck" and stuck["step_limit_s"] == 2 < stuck["engine"]["for_s"]
     assert (stuck["engine"]["doing"], stuck["engine"]["requests"]) == ("prefilling for 1 request", 1)
     assert [health(server.url, f"/health/{probe}").status_code for probe in ("live", "ready")] == [503, 503]
+    assert httpx.get(f"{server.url}/metrics", timeout=60).status_code == 200, "a scrape does not wait for a step"
     eventually(lambda: "the engine is stuck: prefilling for 1 request" in server.log())
     time.sleep(1)
     assert server.log().count(HUNG) == 1, "once, and with the stacks"
