@@ -274,7 +274,7 @@ def test_a_block_that_is_lost_ends_it():
             # The engine's thread gives up as soon as nothing runs.
             while llm.thread.alive:
                 await asyncio.sleep(0.01)
-            with pytest.raises(OverloadedError):
+            with pytest.raises(RequestFailedError, match="could not continue"):
                 await llm.generate(PROMPTS[0], 3)
 
     asyncio.run(main())

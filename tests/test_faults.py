@@ -242,24 +242,28 @@ def test_a_wrong_count_ends_the_engine_where_counts_are_checked():
     assert not running.thread.alive
 
 
-def test_an_engine_that_cannot_go_on_ends_every_job():
-    """Nobody waits for an engine whose thread has ended, whatever ended it."""
+@pytest.mark.parametrize("closes", [True, False])
+def test_an_engine_that_cannot_go_on_ends_every_job(closes):
+    """Nobody waits for an engine whose thread has ended, whatever ended it, or is told that trying again helps."""
     running = Running()
-    talker = Collected(tokens(9, 1), 300)
+    talker = Collected(tokens(9, 1), 300, held=True)
     running.start(talker)
     talker.events.get(timeout=60)
-    running.thread.call(lambda engine: setattr(engine, "close", raises))
+    if not closes:
+        running.thread.call(lambda engine: setattr(engine, "close", raises))
     running.thread.call(lambda engine: setattr(engine, "step", raises))
     late = Collected(tokens(9, 1), 300)
-    try:
-        running.start(late)
-    except OneKVError:
-        late.events.put(RequestFailedError("refused"))
-    assert isinstance(talker.result(), OneKVError)
-    assert isinstance(late.result(), OneKVError)
+    running.start(late)
+    talker.go.set()
+    for job in (talker, late):
+        error = job.result()
+        assert isinstance(error, RequestFailedError)
+        assert "the engine could not continue" in str(error)
     running.thread._thread.join(60)
     assert not running.thread.alive
     assert running.thread.open_jobs == 0
+    with pytest.raises(RequestFailedError, match="the engine could not continue"):
+        running.start(Collected(tokens(9, 1), 3))
     with pytest.raises(queue.Empty):
         talker.events.get_nowait()
 

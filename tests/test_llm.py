@@ -126,6 +126,7 @@ def test_more_prompts_than_fit_wait_their_turn(llm):
         (7, {}, PromptError, "the prompt is 7; it must be text or a list of token ids"),
         (b"Hi", {}, PromptError, "the prompt is b'Hi'; it must be text or a list of token ids"),
         ("Hi", {"max_tokens": 0}, PromptError, "max_tokens is 0"),
+        ("Hi", {"max_tokens": -1}, PromptError, "max_tokens is -1; it must be at least 1"),
         ("Hi", {"max_tokens": 1.5}, SettingError, "--max-tokens is 1.5; it must be a whole number"),
         ("Hi", {"temperature": -1}, SettingError, "temperature is -1"),
         ("Hi", {"top_p": 0}, SettingError, "top_p is 0"),

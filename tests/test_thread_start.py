@@ -27,3 +27,12 @@ def test_a_start_that_fails_leaves_no_thread_behind():
     with pytest.raises(TooLongError):
         EngineThread(fails).start()
     assert freed
+
+
+def test_what_building_raises_reaches_who_starts_it():
+    def fails() -> Engine:
+        raise TooLongError("no such model")
+
+    thread = EngineThread(fails)
+    with pytest.raises(TooLongError, match="no such model"):
+        thread.start()

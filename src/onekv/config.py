@@ -74,7 +74,7 @@ def whole(least: int | None = None, most: int | None = None) -> Convert[int]:
 
 def text(value: Any, where: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int):
-        refuse(value, where, "text")
+        raise SettingError(f"{where} must be text")  # Not repeated: it may be a secret.
     return str(value)
 
 
@@ -353,7 +353,7 @@ class Settings(SettingsBase):
     hot_only: bool = switch(False, "never use the disk: evicted blocks are dropped; excludes --disk-cache")
     check_integrity: bool = switch(
         sys.flags.dev_mode,
-        "count all blocks whenever the engine is idle, and exit if one is lost or held twice",
+        "count all blocks whenever the engine becomes idle, and stop it if one is lost or held twice",
         otherwise="off, on with python -X dev",
     )
 

@@ -69,8 +69,9 @@ def until_free(server: Any) -> None:
 
 def test_beyond_the_bound_all_are_told(small: Any) -> None:
     FLOODED.append("told")
-    held = [connect(small) for _ in range(BOUND)]
-    for client in held:
+    held = []
+    for _ in range(BOUND):
+        held.append(client := connect(small))
         # Answered, so that it counts.
         client.sendall(HEALTH)
         assert client.recv(12) == b"HTTP/1.1 200"

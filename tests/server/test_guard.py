@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,9 @@ def test_no_message_has_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) ->
     monkeypatch.delenv("ONEKV_API_KEYS", raising=False)
     assert "secret" not in message(api_keys="secret-in-the-wrong-place")
     assert "secret" not in message(api_keys="secret-key," * 100)
+    assert "secret" not in message(api_keys=["secret-key-1", "secret-key-2"])
+    for given in ({"api_key": "secret-key"}, {"api_keys": "secret-key-1,secret-key-2"}):
+        assert "secret" not in repr(ServerSettings.resolve(given))
     (tmp_path / "keys").write_bytes(b"secret-key-\xff\xfe\n")
     assert "secret" not in message(api_keys=str(tmp_path / "keys"))
     for short in ("secret", "secret-k\u00e9y"):
@@ -167,8 +171,18 @@ def test_others_get_their_turn_while_a_large_body_is_looked_at() -> None:
     assert asyncio.run(turns(b'"' + b"[" * (8 * shape.SLICE) + b'"')) >= 8
 
 
-def test_a_deep_body_is_left_at_its_first_piece() -> None:
-    assert asyncio.run(turns(b"[" * (8 * shape.SLICE))) < 4
+@pytest.mark.parametrize("body", [b"[" * (8 * shape.SLICE), b"[]," * (4 * shape.SLICE), b"1," * (8 * shape.SLICE)])
+def test_a_body_is_left_at_the_first_piece_that_has_too_much(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    slices = shape._slices
+
+    def counted(body: bytes) -> Iterator[tuple[int, int, int]]:
+        for found in slices(body):
+            looked.append(found[0])
+            yield found
+
+    monkeypatch.setattr(shape, "_slices", counted)
+    assert refusal(body) and len(looked) <= 2
 
 
 def test_a_piece_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +210,9 @@ def test_the_documented_statuses_are_those_that_are_sent() -> None:
             RequestFailedError("x"),
         )
     }
+    wrong_method = TestClient(create_app(Backend(), ServerSettings()), base_url="http://localhost").put("/health")
     # And by a connection, before there is a request.
-    assert set(rows) == sent | {408}
+    assert set(rows) == sent | {408, wrong_method.status_code}
     assert "too many requests are queued" in rows[status_of(OverloadedError("x", 1))]
     assert "Retry-After" in rows[status_of(OverloadedError("x", 1))]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from rough import KINDS, Polite, rough
+from rough import KINDS, TIMEOUT_S, Polite, rough
 
 from onekv.bench.soak import save_tiny
 from onekv.llm import LLM
@@ -78,7 +78,7 @@ def running(tmp_path: Any) -> Iterator[Running]:
         save_tiny(tmp_path), max_waiting=16, kv_memory="34MiB", block_size=16, max_batch=4, progress=False
     )
     backend.start()
-    settings = ServerSettings(max_connections=96, client_timeout=3, grace=0)
+    settings = ServerSettings(max_connections=96, client_timeout=TIMEOUT_S, grace=0)
     server = make_server(backend, settings, Limits(settings.max_connections, settings.client_timeout))
     listener = socket.create_server(("127.0.0.1", 0))
     loop = asyncio.new_event_loop()

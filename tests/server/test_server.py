@@ -152,6 +152,15 @@ def onekv(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def test_a_budget_that_cannot_work_ends_with_its_message() -> None:
+    """And not by aborting in MLX's hands."""
+    for budget, said in (("1KB", "needs at least"), ("100TB", "the plan needs")):
+        answer = onekv("serve", "--port", "0", "--hot-only", "on", "--kv-memory", budget)
+        assert answer.returncode == 1, answer.stderr
+        assert answer.stderr.splitlines()[-1].startswith("onekv: ") and said in answer.stderr
+        assert "--kv-memory" in answer.stderr and "Traceback" not in answer.stderr
+
+
 def test_settings_come_from_flags_variables_and_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = {"port": 1234, "grace": 3, "host": "127.0.0.2", "insecure": True}
     monkeypatch.setenv("ONEKV_GRACE", "5")

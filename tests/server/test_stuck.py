@@ -54,6 +54,20 @@ loader.load_model = waiting_load
 from onekv.cli import main
 sys.exit(main())
 """
+# `onekv` with an engine that loses the room of a block with every request.
+LEAKS = """
+import sys
+import onekv
+from onekv.prefix.lease import Lease
+finish = Lease.finish
+def leaking_finish(lease, tokens):
+    pool = lease.sequence.tables[0].pool
+    finish(lease, tokens)
+    pool.reserve(1)
+Lease.finish = leaking_finish
+from onekv.cli import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +120,7 @@ def test_a_model_call_that_hangs(tiny: str, tmp_path: Path) -> None:
     assert stuck["status"] == "stuck" and stuck["step_limit_s"] == 2 < stuck["engine"]["for_s"]
     assert (stuck["engine"]["doing"], stuck["engine"]["requests"]) == ("prefilling for 1 request", 1)
     assert [health(server.url, f"/health/{probe}").status_code for probe in ("live", "ready")] == [503, 503]
+    assert httpx.get(f"{server.url}/metrics", timeout=60).status_code == 200, "a scrape does not wait for a step"
     eventually(lambda: "the engine is stuck: prefilling for 1 request" in server.log())
     time.sleep(1)
     assert server.log().count(HUNG) == 1, "once, and with the stacks"
@@ -147,14 +162,34 @@ def test_one_of_several_models_hangs(tiny: str, tmp_path: Path) -> None:
     assert server.process.returncode == 1, errors
 
 
+def test_blocks_are_counted_where_that_is_asked_for(tiny: str) -> None:
+    """After the first request one is missing. Clients are not told to try again: only a new process helps."""
+    flags = ["--kv-memory", "34MiB", "--check-integrity", "on"]
+    server = start_server(tiny, *flags, keys=[], program=("-c", LEAKS))
+    try:
+        assert ask(server)["choices"]
+        ended = eventually(lambda: (answer := health(server.url, "/health/live")).status_code == 503 and answer)
+        assert ended.json()["status"] == "ended"
+        body = {"model": "default", "prompt": "Hello", "max_tokens": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 500 and "Retry-After" not in answer.headers
+        assert "the engine could not continue" in answer.json()["error"]["message"]
+    finally:
+        errors = stop_server(server)
+    assert "IntegrityError" in errors and "1 reserved" in errors
+
+
 @pytest.mark.parametrize(
-    ("program", "said"),
-    [(HANGS, HUNG), (HANGS.replace("threading.Event().wait()", "raise SystemExit"), "the engine cannot continue")],
+    ("program", "limit", "said"),
+    [
+        (HANGS, "1", HUNG),
+        (HANGS.replace("threading.Event().wait()", "raise SystemExit"), "300", "the engine cannot continue"),
+    ],
     ids=["stuck", "ended"],
 )
-def test_exit_when_stuck(tiny: str, tmp_path: Path, program: str, said: str) -> None:
+def test_exit_when_stuck(tiny: str, tmp_path: Path, program: str, limit: str, said: str) -> None:
     hang = tmp_path / "hang"
-    limits = ["--step-limit", "1", "--exit-when-stuck", "on", "--kv-memory", "34MiB"]
+    limits = ["--step-limit", limit, "--exit-when-stuck", "on", "--kv-memory", "34MiB"]
     server = start_server(tiny, *limits, keys=[], program=("-c", program, str(hang)))
     hang.touch()
     client = ask_in_vain(server)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -144,9 +143,8 @@ def test_full_queue_discards_at_once_and_counts(root):
             answers.append(None)
             answers[number] = tier.offer(address(number), 0, fill)
 
-    start = time.perf_counter()
+    # One that waited for a buffer would do so for ever.
     assert tier.offer(address(99), 0, fill)
-    assert time.perf_counter() - start < 1
     assert answers == [True, True, True, False, None] or answers.count(False) == 1
     assert tier.stats().discarded == 1
     tier.flush()

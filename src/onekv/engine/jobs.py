@@ -100,10 +100,15 @@ class Jobs:
         engine.end(request, "error", error)
         self._report([request])
 
-    def close(self) -> None:
-        """The engine was closed: no job is left, whether or not the engine could end it."""
+    def close(self, failure: str | None = None) -> None:
+        """The engine was closed: no job is left, whether or not the engine could end it.
+
+        `failure` is why it had to be: an error of those that had not ended.
+        """
         for request in list(self._jobs):
-            if request.finished:
+            if failure is not None and request.finish_reason in (None, "cancelled"):
+                self._refuse(request, RequestFailedError(failure))
+            elif request.finished:
                 self._report([request])
             else:
                 self._refuse(request, OverloadedError("the server is shutting down", retry_after=5))

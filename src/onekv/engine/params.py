@@ -92,7 +92,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise SettingError(f"{name} is {getattr(self, name)}; it must be a number")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > max(self.max_tokens, 0):
             raise SettingError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
 
     def _tidy(self) -> None:

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import OverloadedError, StuckError
+from ..errors import OverloadedError, RequestFailedError, StuckError
 from .doing import Doing, What
 from .engine import Engine
 from .jobs import Job, Jobs
@@ -44,6 +44,8 @@ SHARE_SECONDS = 0.01
 GONE_SECONDS = 10.0
 # How often to check whether a thread that is being stopped is stuck.
 LOOK_SECONDS = 0.05
+# What those are told who ask an engine that could not continue, or had asked it.
+FAILURE = "the engine could not continue and has ended; the log has the reason"
 
 
 class EngineThread:
@@ -145,7 +147,12 @@ class EngineThread:
         return self._view
 
     def check_open(self) -> None:
-        """Raises OverloadedError if it is stopping. With the lock held, an accepted order is also carried out."""
+        """Raises OverloadedError if it is stopping, RequestFailedError if it could not continue.
+
+        With the lock held, an accepted order is also carried out.
+        """
+        if self.failed:
+            raise RequestFailedError(FAILURE)
         if self._stopping:
             raise OverloadedError("the server is shutting down", retry_after=5)
 
@@ -272,7 +279,7 @@ class EngineThread:
                     order(engine)
             except Exception:
                 log.exception("a command to a closed engine failed")
-        self._jobs.close()
+        self._jobs.close(FAILURE if self.failed else None)
         self._begin("ended")
 
     def _begin(self, what: What) -> None:

@@ -4,7 +4,6 @@ import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..config import SettingsBase, one_of, setting, size, switch, text, whole
 from ..errors import SettingError
@@ -12,13 +11,6 @@ from ..units import parse_size
 from .logs import LOG_FORMATS
 
 LOG_LEVELS = ("error", "warning", "info", "debug")
-
-
-def secret(value: Any, where: str) -> str:
-    """Text that no message repeats."""
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise SettingError(f"{where} must be text")
-    return str(value)
 
 
 @dataclass(frozen=True)
@@ -38,12 +30,14 @@ class ServerSettings(SettingsBase):
         text,
         "file with one API key per line; ONEKV_API_KEYS may also hold the keys themselves, separated by commas",
         metavar="FILE",
+        secret=True,
     )
     api_key: str | None = setting(
         None,
-        secret,
+        text,
         "a single API key; other users of the machine can see the flag, so prefer ONEKV_API_KEY or --api-keys",
         metavar="KEY",
+        secret=True,
     )
     insecure: bool = switch(False, "allow listening on a public address without an API key")
     cors_origin: str | None = setting(
