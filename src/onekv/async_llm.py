@@ -1,9 +1,9 @@
 """`LLM` for an event loop: the same calls, awaited, over the thread that owns the engine.
 
-`AsyncLLM` owns an `EngineThread` and the `LLM` that was made in it. A call makes requests in the caller's thread and
-submits them as jobs; nothing else of the engine is touched from outside, except by `call`, between two steps. What
-jobs emit comes into the call's `Inbox`; deltas of one request that came together are handed over as one. A reader that
-is cancelled, closed or dropped cancels its jobs.
+`AsyncLLM` owns an `EngineThread` and the `LLM` created in it. A call creates requests in the caller's thread and
+submits them as jobs; nothing else of the engine is used from outside, except by `call`, between two steps. Events of
+the jobs arrive in the call's `Inbox`; deltas of one request that arrived together are delivered as one. If a reader is
+cancelled, closed or dropped, its jobs are cancelled.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
-"""From the engine's thread to the event loop: one inbox for all requests of a call.
+"""Delivers events from the engine's thread to the event loop: one inbox for all requests of a call.
 
-    engine's thread   Job.emit -> Inbox.put -> Post: one wake-up of the loop, for all inboxes, until it has woken
-    event loop        Post -> the readers that wait -> Inbox.take: all that has come
+    engine's thread   Job.emit -> Inbox.put -> Post: at most one pending wake-up of the loop, for all inboxes
+    event loop        Post -> the waiting readers -> Inbox.take: everything that has arrived
 
-The engine puts events in and never waits for the reader; they pile up, at most max_tokens of each request. The reader
-takes all that are there at once: if it was slow, or several sequences moved on in one step, it wakes up once.
+The engine adds events and never waits for the reader; at most max_tokens of them per request can accumulate. The reader
+takes all of them at once, so it wakes up only once if it was slow or if several sequences advanced in one step.
 """
 
 import asyncio

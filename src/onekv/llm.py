@@ -1,7 +1,7 @@
-"""The library's front: a model, its KV memory, and calls that return text.
+"""The library's interface: a model, its KV memory, and calls that return text.
 
-An `LLM` owns one engine and is driven by the thread that calls it; use it from one thread at a time (`AsyncLLM` is for
-an event loop). Several streams may be open at once: whoever asks for text moves all of them on (`streams.py`).
+An `LLM` owns one engine, which runs in the thread that calls it; use it from one thread at a time (`AsyncLLM` is for
+event loops). Several streams may be open at once: reading from one advances all of them (`streams.py`).
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Streams of an `LLM`: the requests of one call, read by the thread that drives the engine.
 
-What requests emit lies in their stream's queue until it is read. Reading an empty queue moves the engine on, and with
-it every other stream of the same `Driver`. A stream that is closed, or that raises, has no request left.
+Events of requests wait in their stream's queue to be read. Reading an empty queue advances the engine, and with
+it every other stream of the same `Driver`. When a stream has been closed, or has raised, none of its requests is left.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""A store for `remote`: a Valkey or Redis server on this machine, in memory alone, which can be made to fail."""
+"""A store for `remote`: a Valkey or Redis server on this machine, without persistence, which can be made to fail."""
 
 import asyncio
 import multiprocessing

@@ -1,7 +1,7 @@
-"""Asking a server of ours over HTTP, with the standard library alone: the answer, or an error for people.
+"""HTTP requests to a OneKV server, using only the standard library; failures become errors for users.
 
-`Asking` is one server and what its errors call the flags that name another one. Nothing here imports MLX, nor needs
-what the server needs.
+An `Asking` is one server, with the names of the flags that select another one, for its error messages. Nothing here
+imports MLX or the server's dependencies.
 """
 
 import argparse
