@@ -1,4 +1,4 @@
-"""Settings of the server, defined and found like all others: flag, ONEKV_ variable, TOML file, default."""
+"""Settings of the server, defined and resolved like all others: flag, ONEKV_ variable, TOML file, default."""
 
 import ipaddress
 import os

@@ -1,4 +1,4 @@
-"""GET and DELETE /admin/cache: who holds which bytes; drop what is not in use."""
+"""GET and DELETE /admin/cache: memory by owner; drop what is not in use."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,6 +1,6 @@
 """The feed: one snapshot, encoded once, for all watchers.
 
-    nobody watches: nothing runs  ->  the first comes: a task takes snapshots, and publishes one when something changed
+    no watchers: nothing runs  ->  the first arrives: a task takes snapshots, and publishes one when something changed
     ->  the last leaves: the task ends
 
 A slow reader gets the newest snapshot when it is ready for it, and never those in between: nothing is queued. All
