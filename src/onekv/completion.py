@@ -1,4 +1,4 @@
-"""What comes of a request, whoever reads it, and of questions about the cache."""
+"""The results of requests, and of queries about the cache."""
 
 from dataclasses import dataclass
 

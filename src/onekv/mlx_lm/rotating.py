@@ -1,14 +1,14 @@
 """Rotating caches that allocate their whole ring once.
 
 The cache owns one array for keys and one for values, `[rows, heads, max_size, dim]`, allocated by the first update. No
-other handle to them is kept, so that writes happen in place. Columns are used as mlx-lm uses them, so that masks and
+other reference to them is kept, so that writes happen in place. Columns are used as in mlx-lm, so that masks and
 results are the same:
 
     not full   | 0 .. _idx: tokens in order | free |
     full       | keep | newest .. _idx | oldest .. max_size |       _idx is where the next token goes
 
-What a prompt-cache file, `state` or `extract` brings may have any number of columns; the next update moves it into a
-ring. A chunk that does not fit into the free columns is joined with what is kept for the attention of that chunk alone.
+Data from a prompt-cache file, `state` or `extract` may have any number of columns; the next update moves it into a
+ring. A chunk that does not fit into the free columns is concatenated with the kept ones, only for its own attention.
 """
 
 from typing import Any, cast

@@ -1,18 +1,19 @@
 """A KV cache of mlx-lm whose keys and values are stored in 4, 3 or 2 bits: TurboQuant, see `memory.formats.turbo`.
 
-New tokens are encoded as they are stored, and attention reads all tokens back from what is stored, those of the step
-included: so it does not matter how a prompt is cut, or whether the cache was saved and loaded in between. Nothing plain
-is kept. `state`, and with it copies and prompt-cache files, has the encoded arrays: bytes and float16 norms.
+New tokens are encoded when they are stored, and attention reads all tokens from their stored form, including those of
+the step: so neither the division of a prompt into chunks matters, nor whether the cache was saved and loaded in
+between. Nothing is kept unencoded. `state`, and so copies and prompt-cache files, have the encoded arrays: bytes and
+float16 norms.
 
     keys, values   [rows, heads, capacity, width] for each plane of the codec; the first `offset` columns are in use
     few tokens     on CPU, with `install`: attended over as they are stored, tile by tile (`memory.formats.attention`)
     else           one layer is decoded for its attention, in the rotated basis; queries are rotated instead
     no `install`   one layer is decoded and rotated back, when the model's attention reads it
 
-The cache owns its arrays, and writes happen in place. When they are full, larger ones are made and what is in use moves
-over: one layer's encoded bytes at a time, and after ever more tokens, so that however long it gets, all moves together
-are some 16 times what is stored.
-A `deepcopy` costs nothing; the first write to either moves one layer's encoded bytes.
+The cache owns its arrays, and writes happen in place. When they are full, larger ones are allocated and the used part
+is moved, one layer's encoded bytes at a time. The intervals between moves grow, so that in total about 16 times the
+stored bytes are moved, however long the cache gets. A `deepcopy` costs nothing; the first write to either copy moves
+one layer's encoded bytes.
 """
 
 import copy

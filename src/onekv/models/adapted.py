@@ -1,9 +1,9 @@
-"""Layers of a model with an adapter around them: their own weights stay as they are, packed or joined or shared.
+"""Layers of a model wrapped in an adapter: their own weights stay as they are, be they packed, joined or shared.
 
-LoRA adds a product of two narrow matrices to what a layer gives. DoRA then scales each output, by what it has learned
-over the norm of the adapted weights: a constant, found when the adapter is loaded, so that a step has no weights to
-unpack for it. Matrices lie as weights do, [outputs, inputs], so that compiled loops read them where they are
-(`loops.products`); in the file they are the other way round.
+LoRA adds a product of two narrow matrices to a layer's output. DoRA then scales each output by a learned magnitude over
+the norm of the adapted weights: a constant, computed when the adapter is loaded, so that a step need not unpack weights
+for it. The matrices have the layout of weights, [outputs, inputs], so that compiled loops read them in place
+(`loops.products`); in the file they are transposed.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""From a name to a model that is ready to run."""
+"""Loads a model by name, ready to run."""
 
 import difflib
 from dataclasses import dataclass, replace

@@ -102,7 +102,7 @@ class Loader:
             try:
                 tier.unexpect(parts)
             except Exception:
-                log.exception("a tier could not be told that %d parts will not be read; it is told again", len(parts))
+                log.exception("a tier could not be notified that %d parts will not be read; to be retried", len(parts))
                 self._kept.append((tier, parts))
 
     def _release_kept(self) -> None:

@@ -127,7 +127,7 @@ class Speculation:
         try:
             yield
         except Exception as error:
-            log.exception("the proposer failed and is not asked again; answers continue without its guesses")
+            log.exception("the proposer failed and is no longer used; answers continue without its guesses")
             self.proposer, self.failed = None, f"the proposer failed: {error!r}"
 
     def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:

@@ -99,6 +99,6 @@ class _Reader:
         if type(cache) is ChunkedKVCache:
             return Rule(chunk=cache.chunk_size)
         raise UnsupportedLayerError(
-            f"{name} keeps its state in a {type(cache).__name__}, which OneKV cannot hold; "
+            f"{name} keeps its state in a {type(cache).__name__}, which OneKV does not support; "
             "supported are KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache and lists of them"
         )

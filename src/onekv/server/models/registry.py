@@ -1,7 +1,7 @@
-"""`Models`: which of several models are loaded, in one number of bytes. The package's docstring has the states.
+"""`Models`: decides which of several models are loaded, within one budget. The package's docstring has the states.
 
-Requests `ask` for a model and `leave` it, in any thread; onekv-models does what follows from that (`_turn`). The lock
-is held for decisions alone: nothing is loaded, stopped or waited for with it.
+Requests `ask` for a model and `leave` it, in any thread; onekv-models acts on that (`_turn`). The lock is held only for
+decisions: never while something is loaded, stopped or waited for.
 """
 
 import logging
@@ -107,7 +107,7 @@ class Models:
             except MemoryBudgetError as error:
                 if model in at_start:
                     raise
-                log.warning("%s; requests for it will be refused", error)
+                log.warning("%s; requests for it will be rejected", error)
         for model in at_start:
             self._begin_load(model)
             self._has_loaded(model, self._loader.load(model))
@@ -125,7 +125,7 @@ class Models:
         if found is None and not self._any:
             known = ", ".join(map(repr, self._names))
             raise NotFoundError(
-                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on takes all)"
+                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on accepts any)"
             )
         return found or self.first
 
