@@ -2,8 +2,8 @@
 
 Nearly all of mlx-lm's models accept one position per row and pass what a cache returns straight to attention. Some need
 a plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
-what a cache returns elsewhere. Decoding two short sequences in each way shows it. They are stored like any other
-sequence: in chunks of the plan, and shorter if the pool is that small.
+what a cache returns elsewhere. Decoding two short sequences in each way reveals this. They are stored like any other
+sequence, in chunks of the planned size, and are shorter if the pool is small.
 """
 
 from collections.abc import Iterable

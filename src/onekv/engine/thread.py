@@ -8,8 +8,8 @@ when, can be read at any time (`doing`), even in the middle of a step that hangs
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ rejected at once: too long, or queue full      \\_ cancelled: End("cancelled")
 
-If the engine cannot continue, the thread ends, and every job with it: nobody waits for a thread that is gone. Nor does
-`stop` wait for one that is stuck: it is left as it is, for the process to end.
+If the engine cannot continue, the thread ends, and every job with it: nothing waits for a thread that has ended. Nor
+does `stop` wait for one that is stuck, which ends with the process.
 """
 
 import logging

@@ -1,9 +1,9 @@
-"""Drawing the tokens of requests whose next ones were guessed, from logits after each of the guesses.
+"""Samples the tokens of requests whose next ones were guessed, from the logits after each guess.
 
 A request with the proposal p1, p2 has three rows of logits: after its last token, after p1 and after p2. The first
-token that is drawn is its next one, whatever was proposed; where that is p1, the token drawn from the second row is the
-one after it, and so on. Each token is drawn with the request's own key for its place in the answer: so the answer does
-not depend on what was proposed.
+sampled token is its next one, whatever was proposed; if that is p1, the token sampled from the second row is the one
+after it, and so on. Each token is sampled with the request's own key for its place in the answer, so the answer does
+not depend on the proposal.
 
     rows      last      p1       p2
     drawn     p1        x        -          two tokens: p1 and x. What is stored of p2 is taken back
