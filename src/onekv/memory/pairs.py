@@ -1,8 +1,7 @@
 """All (row, block) pairs of a step, as index arrays for attention over the pool.
 
-They stay valid as long as the tables hold the same blocks. A `Grid`, [rows, blocks of the longest row], is what there
-always is; where rows are of very different lengths and most of it would be padding, its `PairList`, [pairs], is better
-to compute with.
+They stay valid as long as the tables hold the same blocks. There is always a `Grid`, [rows, blocks of the longest row];
+if rows have very different lengths and most of it would be padding, its `PairList`, [pairs], is more efficient.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,6 +1,6 @@
 """Reads the layout of a model from the model itself.
 
-mlx-lm's own caches are made once and given to one lazy forward pass; nothing is computed, but afterwards they show
+mlx-lm's own caches are created once and passed to one lazy forward pass; nothing is computed, but afterwards they have
 every layer's kind, shape and dtype.
 """
 

@@ -1,8 +1,8 @@
 """How the KV budget is divided.
 
-It is one number. Recurrent states take their share for `max_batch` sequences first; sliding windows get what
-`max_batch` sequences need of them, at most half of the rest; full attention gets all that is left, because there more
-blocks always mean longer or more conversations. Blocks on their way to the disk have a room of their own.
+It is one number. Recurrent states for `max_batch` sequences come first; sliding windows get what `max_batch` sequences
+need, at most half of the rest; full attention gets the remainder, because there more blocks always mean longer or more
+conversations. Memory for blocks in flight to the disk is separate.
 """
 
 import math

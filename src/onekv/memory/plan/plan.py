@@ -1,4 +1,4 @@
-"""Where the bytes go: weights + KV pool + workspace + margin, against what the device has."""
+"""The memory plan: weights + KV pool + workspace + margin, compared with the memory of the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What a model needs beside the KV: its weights, and what a step works with."""
+"""What a model needs in addition to the KV: its weights, and the workspace of a step."""
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
