@@ -1,4 +1,4 @@
-"""A client of the simulated server: what it asks for, what it gets, and whether that is right."""
+"""A client of the simulated server: its requests, the answers, and whether these are right."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""`onekv sim`: seeds in, a verdict out; a seed that fails is made shorter and kept in a file that replays it."""
+"""`onekv sim`: runs seeds and reports the result; the script of a failed seed is minimized and written to a file."""
 
 import argparse
 import json

@@ -1,8 +1,8 @@
-"""The simulated model: hashes in the place of keys and values, in the real pool, where the real tables say.
+"""The simulated model: hashes instead of keys and values, in the real pool, at the places that the real tables specify.
 
-It sees what a real model sees, the new tokens and the current step, and works through the pool's own memory. What it
-reads it compares with the truth at once (`Expected`), so a wrong block is found when it is first read, not when an
-answer happens to differ; and what it answers is made of what it read.
+It sees what a real model sees, the new tokens and the current step, and uses the pool's own memory. Everything it reads
+is compared with the truth at once (`Expected`), so a wrong block is found when it is first read, not when an answer
+happens to differ; and its output is computed from what it read.
 """
 
 from collections.abc import Callable

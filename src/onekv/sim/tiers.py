@@ -1,4 +1,5 @@
-"""The tiers of a simulated server: the real ones, without threads, on files and a store in which faults strike."""
+"""The tiers of a simulated server: the real ones, without threads, on files and a store into which faults are injected.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
