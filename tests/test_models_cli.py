@@ -263,5 +263,5 @@ def test_rm_leaves_alone_what_is_not_its_own(run: Run, home: Path, tiny: Path) -
     assert (tiny / "config.json").exists()
     file = home / "onekv" / "models" / GGUF
     with filelock.FileLock(f"{file}.lock"):
-        assert "another process fetches" in refused(run("rm", "smollm2-135m", "--yes"))
+        assert "another process is downloading" in refused(run("rm", "smollm2-135m", "--yes"))
     assert file.exists()

@@ -294,7 +294,7 @@ def test_hub_model_from_the_local_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "named"),
     [
-        ("RepoNotFound", "ModelNotFoundError", "no model on the Hugging Face hub"),
+        ("RepoNotFound", "ModelNotFoundError", "nor a model on the Hugging Face hub"),
         ("GatedRepo", "ModelNotFoundError", "gated"),
     ],
 )
