@@ -152,7 +152,10 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a
     ("schema", "reason"),
     [
         ({"$ref": "#"}, "infinitely recursive"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "infinitely recursive"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "infinitely recursive",
+        ),
         (ENDLESS, "infinitely recursive"),
         *(
             ({word: value}, word)

@@ -1,5 +1,4 @@
-"""The tiers of a simulated server: the real ones, without threads, on files and a store into which faults are injected.
-"""
+"""The tiers of a simulated server: the real ones, without threads, on files and a store with injected faults."""
 
 from collections.abc import Callable
 from pathlib import Path
