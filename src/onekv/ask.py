@@ -31,7 +31,7 @@ class Options:
     sampling: Sampling
     salt: str = ""
     pin: bool = False
-    # What the answer may mostly be; empty: nobody knows.
+    # Text that the answer may largely consist of; empty if unknown.
     prediction: Prompt = ""
 
 

@@ -154,7 +154,7 @@ class LLM:
         self._driver: Driver | None = None
         tiers: list[Tier] = []
         try:
-            # The file is for the turns that a server remembers, beside the disk cache.
+            # The file for the turns that a server remembers, next to the disk cache.
             opened = partial(open_tiers, identify=known.identify) if leader is None else leader.open_tiers
             tiers, self.turns_file = opened(self.settings, self.plan, self.model, self.name)
             memory = KVMemory if leader is None else leader.memory

@@ -34,7 +34,7 @@ class StoreBar:
 
 
 class Driver:
-    """An engine and its jobs, moved on by whoever reads; with `check` all blocks are counted where nothing runs."""
+    """An engine and its jobs, advanced by reading; with `check`, all blocks are counted when nothing runs."""
 
     def __init__(self, engine: Engine, check: bool) -> None:
         self.engine, self._check = engine, check

@@ -259,7 +259,7 @@ class _Script:
         self._url, self._models, self._report = url, models, report
         self._random = random.Random(seed)
         self._left = report.requests
-        # Those that nobody is in the middle of.
+        # Conversations without a request in flight.
         self._idle = [self._conversation(name) for name in NAMES for _ in range(CONVERSATIONS)]
         # What was answered in which turn of which conversation: its model and seed.
         self._texts: dict[tuple[str, int, int], set[str]] = {}

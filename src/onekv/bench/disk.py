@@ -49,7 +49,7 @@ from ..units import format_size
 from .decode import about, bench_model
 
 ADDED, ANSWER = 16, 8
-# Tokens that the pool has room for beside the conversation.
+# Tokens that the pool has room for in addition to the conversation.
 SPARE = 1024
 Kind = TypeVar("Kind")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

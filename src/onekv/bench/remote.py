@@ -40,7 +40,7 @@ from .quality import asked
 from .remote_store import Store
 
 ADDED, ANSWER = 16, 8
-# Tokens that the pool has room for beside the conversation.
+# Tokens that the pool has room for in addition to the conversation.
 SPARE = 1024
 # The prompt that comes while another sequence is decoded, and what is decoded of that.
 PROMPT, DECODED = 256, 64
@@ -184,7 +184,7 @@ def _decoding(model: Module, store: Store, state: str, rounds: int) -> Decoding:
 
 
 def _beside(engine: Engine, seed: int) -> float:
-    """Seconds in which a sequence is decoded while a prompt comes that nobody has."""
+    """Seconds to decode a sequence while a prompt arrives that is cached nowhere."""
     talker, comer = (Request(_random(engine, PROMPT, 2 * seed + each), DECODED) for each in range(2))
     engine.submit(talker)
     while not talker.tokens:

@@ -130,7 +130,7 @@ def decided(model: Module) -> Module:
 def measure(
     model: Module, batch: int, context: int, cases: list[tuple[float, int]], tokens: int, rounds: int
 ) -> list[Result]:
-    """Every case of (share, tokens proposed) beside plain decoding of `batch` prompts."""
+    """Every case of (share, tokens proposed), compared with plain decoding of `batch` prompts."""
     plain = _engine(model, batch, context + tokens, "off", 1)
     engine = _engine(model, batch, context + tokens, "auto", max(count for _, count in cases))
     if engine.speculation is None:

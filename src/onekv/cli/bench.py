@@ -15,7 +15,7 @@ from . import options
 from .options import add_count
 
 SCENARIO_NAMES = list(SCENARIOS)
-# What the benchmarks of servers import beside the core install, and how it is installed.
+# Packages that the benchmarks of servers need in addition to the core, and how to install them.
 SERVER = "'onekv[server]'"
 SERVERS_NEED = {
     "httpx2": "'onekv[bench]'",

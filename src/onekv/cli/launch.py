@@ -119,7 +119,7 @@ def _serve_command(arguments: argparse.Namespace, models: list[str], port: int) 
 
 
 def _running(server: Asking, wanted: str | None) -> Served | None:
-    """The server that answers there, with the model that is `wanted`, or its first; None if nobody answers.
+    """The server that answers there, with the model that is `wanted`, or its first; None if there is no answer.
 
     Raises SettingError if it is none of ours, not ready, or does not have that model.
     """

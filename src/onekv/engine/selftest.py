@@ -235,7 +235,7 @@ def store(model: Module, memory: KVMemory, sequences: list[Sequence], tokens: li
     counts = [len(row) for row in tokens]
     width = max(counts)
     padded = [row + [0] * (width - len(row)) for row in tokens]
-    # A kernel that stores single tokens does so when its output is computed; else nobody needs logits.
+    # A kernel stores single tokens when its output is computed; otherwise no logits are needed.
     logits = memory.run(model, mx.array(padded), sequences, counts, logits=width == 1)
     settle(memory.arrays(), logits if width == 1 else None)
 

@@ -35,8 +35,8 @@ log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
 
 
-# How old a snapshot of the engine may become while somebody is watching or something runs, and for how long after a
-# look somebody counts as watching.
+# How old a snapshot of the engine may become while there are watchers or something runs, and for how long after a
+# look its caller counts as a watcher.
 VIEW_SECONDS, WATCH_SECONDS = 0.25, 5.0
 # Between two attempts to copy blocks to a colder tier if there is nothing else to do.
 SHARE_SECONDS = 0.01
@@ -72,7 +72,7 @@ class EngineThread:
         # When running jobs are cancelled, once it is stopping.
         self._deadline = math.inf
         self._view: View | None = None
-        # Until when somebody counts as watching, and as watching the state of every block.
+        # Until when there are watchers, and watchers of the state of every block.
         self._watched, self._blocks_watched = -math.inf, -math.inf
         # Whether the engine could not continue.
         self.failed = False

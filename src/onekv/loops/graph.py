@@ -133,7 +133,7 @@ class Graph:
         if name in BROADCASTS:
             return self._alias(inputs[0], shape)
         if name == "Depends":
-            # What it waits for besides is computed for its own sake, or for nobody's.
+            # Its other inputs are computed if they are needed elsewhere; otherwise not at all.
             return self._alias(inputs[index], shape)
         if name in ELEMENTWISE or name == "AsType":
             call = ELEMENTWISE[name](*arguments) if name in ELEMENTWISE else lambda x: x.astype(dtype)

@@ -63,7 +63,7 @@ class Product(ABC):
         self.n, self.k, self._nbytes, self._bias = n, k, nbytes, bias
 
     def __call__(self, x: Floats) -> Floats:
-        """`x` [rows, k], to [rows, n]. What a row gives depends on nothing beside it."""
+        """`x` [rows, k], to [rows, n]. The result for a row does not depend on the other rows."""
         out = np.empty((len(x), self.n), np.float32)
         self.multiply(np.ascontiguousarray(x), out)
         return out

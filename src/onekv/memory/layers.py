@@ -46,7 +46,7 @@ class PagedLayer(Attends):
         self.attended = False
         self.eager = any(backend.eager for backend in backends)
         self.stores = any(backend.stores for backend in backends)
-        # Whether nobody has put another backend before OneKV's own.
+        # Whether no other backend precedes OneKV's own.
         self.stock = all(type(backend).__module__.startswith(__package__) for backend in backends)
 
     @property

@@ -29,7 +29,7 @@ class Untraceable(Exception):
 
 
 class KeyAdded(Untraceable):
-    """A layer asks for a work that nobody had asked for before; the next time it is there."""
+    """A layer requests a work list that was not requested before; it is available the next time."""
 
 
 @dataclass(frozen=True)

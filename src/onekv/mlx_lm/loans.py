@@ -92,7 +92,7 @@ def length(cache: Cache) -> int | None:
 
 
 def compact(cache: Cache) -> None:
-    """Give up memory that nobody reads any more."""
+    """Release memory that is no longer read."""
     if isinstance(cache, CacheList):
         for part in cache.caches:
             compact(part)

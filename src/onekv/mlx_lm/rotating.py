@@ -138,7 +138,7 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        # Free columns need not be stored. What a chunk reads is not needed by whoever evaluates the state.
+        # Free columns need not be stored. The columns that a chunk reads are not part of the state.
         self._fetched = None
         keys, values = self.keys, self.values
         if keys is not None and values is not None and self.offset < keys.shape[2]:

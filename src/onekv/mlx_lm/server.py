@@ -35,7 +35,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         return result
 
     def _check_fits(self, prompt: int, max_tokens: int) -> None:
-        """Raises MemoryBudgetError if the KV memory cannot hold the request beside those that run."""
+        """Raises MemoryBudgetError if the KV memory cannot hold the request in addition to the running ones."""
         size = self._bytes_per_token()
         running = list(BatchGenerator.running)
         held = sum(sum(generator.footprint().values()) for generator in running)

@@ -160,7 +160,7 @@ class Columns:
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
-        # How many tokens there will be in total, if somebody said so.
+        # The total number of tokens, if it was announced.
         self.expected = 0
 
     @classmethod

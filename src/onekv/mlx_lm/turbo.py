@@ -31,7 +31,7 @@ from ..memory.hook import Attends, Mask, stock_attention
 from .slabs import KV, whole_steps
 
 BITS = (4, 3, 2)
-# Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.
+# Up to this many tokens per step, attention reads the stored form: the scores are smaller than a decoded layer.
 FEW_TOKENS = 8
 # New arrays have room for one part of so many of what there is, so that they are not made too often.
 ROOM = 16
@@ -95,7 +95,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         return made
 
     def keys_and_values(self) -> KV:
-        """What is stored as the model gave it, decoded if somebody reads it."""
+        """What is stored, in the model's own form: decoded when it is read."""
         if self._fetched is None:
             codecs = self.codecs
             keys, values = self._decoded()

@@ -30,7 +30,7 @@ class WithDraft(Module):
         """The logits of the larger one; when they are computed, both have stored the tokens."""
         guessed = self.draft(tokens, cache=cache[self.first_of_draft :])
         logits = self.target(tokens, cache=cache[: self.first_of_draft])
-        # Kernels store a token when what they give is computed, and nobody else wants what the smaller one gives.
+        # Kernels store a token when their output is computed, and the draft model's is not used otherwise.
         stored: mx.array = mx.depends(logits, guessed)
         return stored
 

@@ -150,7 +150,7 @@ def _host_name(host: str) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[ASGIMessage]]:
-    """`receive` as if nobody had read the body yet."""
+    """`receive` as if the body had not been read yet."""
     given = False
 
     async def replayed() -> ASGIMessage:

@@ -135,7 +135,7 @@ def _try_out(tokenizer: Any) -> Taken:
         return text is not None and all(message["content"] in text for message in messages)
 
     def takes_call(arguments: Any, call_id: str = CALL_ID, **more: str) -> bool:
-        """Not every template has the text beside a call."""
+        """Not every template renders the text next to a call."""
         calls = [{"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}]
         result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "Seen"}
         return text_of([user, {**said("assistant", "Looking"), "tool_calls": calls, **more}, result]) is not None

@@ -198,7 +198,7 @@ def _is_file(text: str) -> bool:
     try:
         return bool(text) and Path(text).expanduser().is_file()
     except (OSError, RuntimeError):
-        # Too long for a path, or ~ of nobody: keys.
+        # Too long for a path, or ~ of an unknown user: keys.
         return False
 
 

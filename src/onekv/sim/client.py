@@ -9,7 +9,7 @@ from ..errors import MemoryBudgetError, OneKVError, OverloadedError, RequestFail
 from .faults import Faults, Injected
 from .truth import STOP, VOCABULARY, Allowed, Truth
 
-# What ends a request with an error that is nobody's fault.
+# What ends a request with an error that is not a fault.
 REFUSALS = (OverloadedError, TooLongError, MemoryBudgetError)
 
 

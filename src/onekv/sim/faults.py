@@ -194,7 +194,7 @@ def damage_file(folder: Path, choice: int, how: int) -> bool:
     return True
 
 
-# What a row of the index may hold after somebody has been at it.
+# Values that a tampered row of the index may hold.
 HOSTILE = (None, -1, 0, 2**62, -(2**62), 1.5, "text", b"", b"\xff" * 16, "\x00")
 COLUMNS = (
     "model",

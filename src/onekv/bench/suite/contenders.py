@@ -113,7 +113,7 @@ class MlxLm(Contender):
 
 @dataclass(frozen=True)
 class Running(Contender):
-    """A server that somebody else has started."""
+    """A server that was not started by the benchmark."""
 
     url: str = ""
     model: str = ""

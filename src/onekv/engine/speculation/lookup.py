@@ -17,7 +17,7 @@ from .log import BREAK, WINDOW, Match, TokenLog, Tokens
 
 # Tokens of one request that are known; 12 bytes each.
 OWN_TOKENS = 1 << 17
-# Tokens of one salt that are known beside those of running requests, and salts.
+# Maximum tokens per salt, apart from those of running requests, and maximum number of salts.
 SHARED_TOKENS = 1 << 18
 SALTS = 64
 # What the logs of all salts take together at most.

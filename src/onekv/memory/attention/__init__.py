@@ -27,7 +27,7 @@ from .tiles import Tiles
 
 __all__ = ["Backend", "Call", "LayerKV", "backends", "choose"]
 
-# In this order they are asked; whoever has another puts it where it belongs, before a model is loaded.
+# They are tried in this order; another backend is inserted at its position before a model is loaded.
 backends: list[type[Backend]] = [
     CudaPlain,
     CudaEncoded,

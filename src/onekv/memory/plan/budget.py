@@ -17,7 +17,7 @@ from ..pool.table import blocks_needed
 MAX_ELEMENTS = 2**31 - 1
 # Sequences whose window is kept, for each that may run, if half of the budget allows.
 WINDOWS = 4
-# What a block's file has beside its content, amply.
+# A generous estimate of the overhead of a block's file.
 HEADER = 2**16
 # The most memory for blocks on their way to the disk, unless it is set.
 QUEUE = 256 * 2**20
@@ -28,7 +28,7 @@ ARRIVALS = 64 * 2**20
 def divide(
     layout: Layout, budget: int, block_size: int, max_batch: int, chunk: int, snapshots: int = 0
 ) -> tuple[int, ...]:
-    """How many blocks of each group `budget` bytes buy beside `snapshots` bytes of snapshots.
+    """How many blocks of each group fit into `budget` bytes, in addition to `snapshots` bytes of snapshots.
 
     Raises MemoryBudgetError if not even one sequence fits.
     """

@@ -33,7 +33,7 @@ def workspace_bytes(
     max_batch: int,
     chunk: int,
 ) -> int:
-    """What a step needs beside weights and pool: activations, attention scores, logits, one gathered layer, centres."""
+    """What a step needs in addition to weights and pool: activations, scores, logits, one gathered layer, centres."""
     shapes = [array.shape for array in _weights(model) if array.ndim >= 2]
     width = max((shape[-2] for shape in shapes if shape[-2] != layout.vocabulary), default=1)
     activations = chunk * width * 4 * 8

@@ -185,7 +185,7 @@ class Pool:
         self.peak_held = max(self.peak_held, self.held)
 
     def release(self, blocks: list[int]) -> None:
-        """One reference less to each of `blocks`; those that nobody refers to any more are free or idle."""
+        """Remove a reference from each of `blocks`; those without references become free or idle."""
         if not blocks:
             return
         if (self.references[blocks] < 1).any():

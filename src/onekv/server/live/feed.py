@@ -23,7 +23,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Feed:
-    """Belongs to the event loop: nobody else calls it."""
+    """Belongs to the event loop: only called from there."""
 
     def __init__(self, snapshots: Snapshots) -> None:
         self.snapshots = snapshots

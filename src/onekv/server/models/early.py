@@ -25,7 +25,7 @@ class EarlyStream:
         self._send = send
         self._path = path
         self._begun = self._failed = False
-        # Whether there are events beside the comments.
+        # Whether events are sent with the comments.
         self.events = True
         self._created = int(time.time())
         self._id = new_id().removeprefix("req_")

@@ -36,7 +36,7 @@ class Model:
         """`listener` hears which of its blocks are cached, from one time that it is loaded to the next."""
         self.spec, self.metrics, self.listener = spec, metrics, listener
         self.name, self.names = spec.name, spec.names
-        # How long it stays: as it was configured, until somebody pins it.
+        # How long it stays loaded: as configured, until it is pinned at run time.
         self.keep = spec.keep
         self.state: State = "unloaded"
         # When that became so (`time.monotonic`).

@@ -34,7 +34,7 @@ class Planned:
     context: int | None
     longest: int
     defaults: SamplingDefaults
-    # Kept while the model is unloaded: it is small beside the weights, and loading it again would take long.
+    # Kept while the model is unloaded: it is small compared with the weights, and loading it again takes long.
     tokenizer: TokenizerWrapper
 
     @property

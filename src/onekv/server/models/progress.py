@@ -48,7 +48,7 @@ class Loads:
         }
 
     def told(self, model: Model) -> str:
-        """To somebody who waits for `model`."""
+        """A sentence for a request that waits for `model`."""
         if model.state != "loading":
             return f"the model {model.name} is {model.state}"
         estimate = self.estimate(model)

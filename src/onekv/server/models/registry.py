@@ -246,7 +246,7 @@ class Models:
         return needs([model for model in self.models if model.counted], held)
 
     def _check_fits(self, model: Model) -> None:
-        """Raises MemoryBudgetError if `model` cannot be loaded beside what is pinned, whatever else is unloaded."""
+        """Raises MemoryBudgetError if `model` cannot be loaded with what is pinned, whatever else is unloaded."""
         pinned = [other for other in self.models if other.pinned and other is not model]
         check_fits(model, pinned, self.memory)
 
@@ -268,7 +268,7 @@ class Models:
         self._changed.notify_all()
 
     def _next(self) -> Model | None:
-        """The model that can be moved on now: one that is to be unloaded and nobody holds, or one that is loading."""
+        """The model to work on now: one to be unloaded that no request holds, or one that is loading."""
         for model in self.models:
             if model.expired:
                 model.move("unloading")
@@ -304,7 +304,7 @@ class Models:
         return [each for each in self.models if (each.counted or each is wanted) and each is not model]
 
     def _stale(self) -> bool:
-        """Whether shared weights, or what was freed, are held for one that nobody waits for any more."""
+        """Whether shared weights, or freed memory, are held for a model that no request waits for any more."""
         if freed.kept and self._wanted() is None:
             return True
         staying = {model.spec.weights for model in self._staying()}
@@ -385,7 +385,7 @@ class Models:
             self._changed.notify_all()
 
     def _give_back(self, model: Model | None = None, parts: Parts | None = None) -> None:
-        """What nobody has; of what `model` has, what it does not share with others. What is loaded next may have it."""
+        """Free what no model uses, and what `model` does not share with others; the next load may reuse the memory."""
         with self._changed:
             staying, wanted = self._staying(model), self._wanted()
             others = [other for other in self.models if other.counted and other is not model]
