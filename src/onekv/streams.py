@@ -130,9 +130,9 @@ class _Reader:
 
 
 class Stream(_Reader, Iterator[str]):
-    """Deltas of text as they are generated. `completion` is what was read so far; `close` ends it early.
+    """Deltas of text as they are generated. `completion` has what was read so far; `close` ends it early.
 
-    Where the LLM has no tokenizer the deltas are empty, and one comes with every step that gave a token.
+    Without a tokenizer, deltas are empty, and there is one for every step that generated a token.
     """
 
     def __next__(self) -> str:
@@ -144,7 +144,7 @@ class Stream(_Reader, Iterator[str]):
 
 
 class BatchStream(_Reader, Iterator[tuple[int, str]]):
-    """The same for several prompts: (index of the prompt, delta), as they come. An error of one ends all."""
+    """A stream for several prompts: (index of the prompt, delta), as they are generated. An error of one ends all."""
 
     def __next__(self) -> tuple[int, str]:
         return self._next()
