@@ -225,8 +225,8 @@ class LLM:
 
         `options` are the fields of `Sampling` (temperature, top_p, stop, ...) and override those of `sampling`, which
         may be a list with one for each prompt. `max_tokens` defaults to 256. Only requests with the same `salt` share
-        cached blocks. `pin=True` keeps the prompt cached until `unpin`. `prediction` is text (or token ids) that much of
-        the answer will repeat, or a list with one for each prompt: where it is right, it makes the answer faster.
+        cached blocks. `pin=True` keeps the prompt cached until `unpin`. `prediction` is text (or token ids) that much
+        of the answer will repeat, or a list with one for each prompt: where it is right, it makes the answer faster.
         """
         requests, many = self.requests(prompt, max_tokens, sampling, options)
         pairs = [(request, self.output(request)) for request in requests]
