@@ -116,7 +116,7 @@ class Setting:
     # What it is for, in words that need no formatting.
     help: str
     metavar: str
-    # What a number counts; empty where there is none.
+    # The unit of a number; empty if there is none.
     unit: str
     # What applies where nothing is given and no value says it: None, or known only with a model or a device.
     otherwise: str

@@ -163,7 +163,7 @@ def _server(running: Served | None, command: list[str], asking: Asking, grace: i
     path = cache_dir() / f"launch-{asking.url.rpartition(':')[2]}.log"
     print(f"onekv: starting the server; its log is {path}", file=sys.stderr)
     with path.open("w") as log:
-        # In a group of its own: Ctrl-C is for the agent.
+        # In a separate process group: Ctrl-C is for the agent.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
     try:
         yield _ready(process, asking, path)

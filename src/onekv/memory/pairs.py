@@ -25,7 +25,7 @@ LEAST = 256
 SHARED = 256
 
 Made = TypeVar("Made")
-# Whether rows of one sequence are read as each would be alone, where there is a kernel for that.
+# Whether rows of one sequence are read as each would be alone, if there is a kernel for that.
 _alike = True
 
 

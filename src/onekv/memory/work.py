@@ -35,7 +35,7 @@ HEADER, PIECE = 8, 5
 class Kernel:
     """What work depends on besides the blocks: for whom it is cut."""
 
-    # Of the layer: each KV head is a launch of its own.
+    # Of the layer: there is one launch for each KV head.
     heads: int
     # Rows that may be in one piece.
     most: int

@@ -61,7 +61,7 @@ def token_ids(tokens: list[Any]) -> Ids:
     try:
         return np.array(tokens, np.int64)
     except (OverflowError, TypeError, ValueError):
-        # An image stands in the key by a number of its own.
+        # An image is represented in the key by a unique number.
         ids = np.empty(len(tokens), object)
         ids[:] = tokens
         return ids

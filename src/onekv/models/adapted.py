@@ -56,7 +56,7 @@ class Scaled(Adapted):
 def shapes(layer: Any, rank: int, dora: bool) -> Shapes | None:
     """What an adapter's file has for a layer, with the shapes it must have; None if the layer cannot be adapted."""
     if hasattr(layer, "to_lora"):
-        # A layer with a way of its own, such as one that gives several outputs.
+        # A layer that works differently, such as one with several outputs.
         return None
     if isinstance(layer, Linear | QuantizedLinear | Part):
         n, k = _dims(layer)

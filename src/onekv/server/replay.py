@@ -214,7 +214,7 @@ def _end(
 
 
 def _ends_of_calls(tokenizer: Any, markers: Markers, text: str, at: int, stop: int) -> Iterator[int]:
-    # A call that has no end of its own ends with the turn.
+    # A call without an end marker ends with the turn.
     marker = markers.call_end or str(tokenizer.eos_token)
     while (at := text.find(marker, at, stop)) >= 0:
         yield at + len(markers.call_end or "")

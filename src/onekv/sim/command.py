@@ -24,7 +24,7 @@ from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
 from .tiers import memory_folder
 
-# Seconds between two lines about how far it is, where there is no terminal.
+# Seconds between two lines of progress if there is no terminal.
 TELL = 60.0
 
 

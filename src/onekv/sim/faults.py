@@ -29,7 +29,7 @@ import numpy as np
 from ..tiers.files import Clock, Files, Where
 
 ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
-# Armed by an operation of their own, so that scripts recorded before them stay what they are.
+# Armed by separate operations, so that scripts recorded before they existed stay valid.
 ASKED_SITES = ("allowed", "proposer")
 # Methods of a tier, and the site that they belong to. Not `drop`: if it fails, the engine ends, for its content may be
 # wrong.

@@ -55,7 +55,7 @@ WEIGHTS = {
 }
 
 
-# And these, where there is a store that servers share.
+# And these, if there is a shared store.
 REMOTE_WEIGHTS = {"break the store": 3, "damage a value": 1}
 
 

@@ -310,7 +310,7 @@ def _make_folders(folder: Path, files: Files) -> None:
 
 
 def _lock(root: Path, files: Files) -> int:
-    # Not by filelock: where there is no flock it takes a file that a kill leaves; and `there` needs the open handle.
+    # filelock is not used: without flock it creates a file that a kill leaves behind; and `there` needs the handle.
     handle = files.open(root / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

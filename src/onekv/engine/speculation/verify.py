@@ -39,7 +39,7 @@ class Row:
     logprobs: list[Logprob]
     # Whether the model's output is a number; if not, there are no tokens.
     sound: bool
-    # Whether this is all that the step gives it.
+    # Whether these are all the tokens that it gets from this step.
     last: bool = True
     # Tokens that were stored for it and are to be taken back.
     back: int = 0

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Backend(ABC):
-    # Whether it computes by a kernel or loops of its own: those are left out with `--kernels off`.
+    # Whether it uses OneKV's own kernels or loops, which `--kernels off` leaves out.
     kernel: ClassVar[bool] = False
     # Whether decode steps compute this layer while the model is called, not when the step is evaluated.
     eager: ClassVar[bool] = False

@@ -70,7 +70,7 @@ class _Reader:
             else:
                 structure.append(self._leaf(name, cache))
         groups = tuple(Group(rule, tuple(layers)) for rule, layers in self.groups.items())
-        # A model with an attention of its own does not say; eight query heads per KV head are many.
+        # Unknown for a model with its own attention; eight query heads per KV head is a high estimate.
         most = max((8 * layer.heads for group in groups for layer in group.layers), default=1)
         heads = max(query_heads, default=most)
         return Layout(groups, tuple(self.states), tuple(structure), vocabulary, heads)

@@ -18,9 +18,9 @@ from ..metrics import Ended
 from ..models.describe import overview, overview_of_one
 from ..models.registry import Models
 
-# Bytes of memory, by owner, that models have each of their own.
+# Bytes of memory, by owner, that each model has separately.
 OWNERS = ("held", "cached", "pinned", "free", "states", "snapshots")
-# What /admin/models says of a model that the feed says, too.
+# Fields of /admin/models that are also in the feed.
 KEPT = (
     *("name", "names", "state", "keep", "base", "reason", "bytes"),
     *("context_length", "block_size", "loading", "unloading"),

@@ -20,7 +20,7 @@ from .spec import ModelSpec
 @dataclass(frozen=True)
 class Planned:
     plan: Plan
-    # Of its weights, those that other adapters of the same base have, too, and those of its own adapter.
+    # Bytes of its weights that it shares with other adapters of the base, and of its own adapter.
     shared: int
     adapter: int
     # The file or folder it is from, what its config.json says, and its chat template.

@@ -325,7 +325,7 @@ class Models:
         soonest = min(ends, default=math.inf)
         return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
 
-    # In the thread of its own
+    # In the thread that loads and unloads
 
     def _run(self) -> None:
         while True:

@@ -61,7 +61,7 @@ def _place(name: str) -> str:
     return str(path.resolve()) if path.exists() else name
 
 
-# Settings of one model, from what the file says of it: the TOML file and the model's table in one.
+# Settings of one model from the file: the TOML file's top level and the model's table, merged.
 Resolve = Callable[[Mapping[str, Any]], tuple[Settings, ModelSettings, BudgetSettings]]
 
 
