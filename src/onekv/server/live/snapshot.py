@@ -51,6 +51,12 @@ class Snapshots:
         seen = self._seen.get((model, number))
         return seen.id if seen is not None else None
 
+    def newer_than(self, moment: float) -> bool:
+        """Whether the views of all loaded models are; asking makes an idle engine take another one."""
+        backend = self._backend
+        backends = backend.backends().values() if isinstance(backend, Models) else [backend]
+        return all(each.thread.look(blocks=True).time >= moment for each in backends if each.loaded)
+
     def take(self) -> dict[str, Any]:
         """What there is now. Only where something is loaded (`admin.access.loaded`)."""
         backend = self._backend
