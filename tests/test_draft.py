@@ -130,9 +130,7 @@ class Words:
 def test_another_vocabulary_is_refused_by_name():
     check_vocabularies(Words(a=1, b=2), Words(a=1, b=2), "small")
     check_vocabularies(None, Words(a=1), "small")
-    with pytest.raises(
-        SettingError, match=r"'small', whose vocabulary is another one .* 2 entries differ.*'b' with id 2"
-    ):
+    with pytest.raises(SettingError, match=r"'small', whose vocabulary differs .* in 2 entries.*'b' with id 2"):
         check_vocabularies(Words(a=1, b=2), Words(a=1, c=2), "small")
 
 

@@ -230,7 +230,7 @@ def test_a_pull_does_not_go_on_from_something_else(hub: Hub, large: Path, tmp_pa
 
 def test_pull_where_nothing_can_be_reached(run: Run, home: Path) -> None:
     (home / "onekv" / "models" / GGUF).unlink()
-    assert "could not be fetched from 127.0.0.1; check the network" in refused(run("pull", "smollm2-135m"))
+    assert "could not be downloaded from 127.0.0.1; check the network" in refused(run("pull", "smollm2-135m"))
     assert "the Hugging Face hub cannot be reached" in refused(run("pull", "some-org/other"))
     assert "model.safetensors is missing; if its download was interrupted" in refused(run("pull", "some-org/begun"))
     assert "did you mean smollm2-135m?" in refused(run("pull", "smollm2"))
@@ -263,5 +263,5 @@ def test_rm_leaves_alone_what_is_not_its_own(run: Run, home: Path, tiny: Path) -
     assert (tiny / "config.json").exists()
     file = home / "onekv" / "models" / GGUF
     with filelock.FileLock(f"{file}.lock"):
-        assert "another process fetches" in refused(run("rm", "smollm2-135m", "--yes"))
+        assert "another process is downloading" in refused(run("rm", "smollm2-135m", "--yes"))
     assert file.exists()

@@ -55,10 +55,10 @@ def test_the_limits(tmp_path: Path) -> None:
     assert too_long(tmp_path) == {"src/over.cu": FILE_LINES + 1, "tests/over.py f": FUNCTION_LINES + 1}
 
 
-def test_the_map_of_rooms_is_the_contract() -> None:
+def test_the_map_of_packages_is_the_contract() -> None:
     contract, memory, _ = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## The rooms\n")[2].partition("\n## ")[0]
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Packages\n")[2].partition("\n## ")[0]
     drawn = section.split("```")[1].strip().splitlines()
     assert [line.partition("  ")[0] for line in drawn] == contract["layers"]
-    inside = section.partition("Inside memory, ")[2].partition(". ")[0]
+    inside = section.partition("from the top down: ")[2].partition(". ")[0]
     assert [layer for layer in inside.split("`") if layer in memory["layers"]] == memory["layers"]

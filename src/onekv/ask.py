@@ -1,6 +1,6 @@
-"""From what a caller gives to what the engine takes: prompts to tokens, messages to tokens, keywords to a `Sampling`.
+"""Converts a caller's arguments for the engine: prompts to tokens, messages to tokens, keywords to a `Sampling`.
 
-Whatever is wrong is said here, before anything starts. Nothing of MLX or the engine is touched: any thread may ask.
+Invalid arguments are reported here, before anything starts. Neither MLX nor the engine is used: any thread may call it.
 """
 
 import difflib
@@ -31,7 +31,7 @@ class Options:
     sampling: Sampling
     salt: str = ""
     pin: bool = False
-    # What the answer may mostly be; empty: nobody knows.
+    # Text that the answer may largely consist of; empty if unknown.
     prediction: Prompt = ""
 
 

@@ -1,9 +1,9 @@
 """`LLM` for an event loop: the same calls, awaited, over the thread that owns the engine.
 
-`AsyncLLM` owns an `EngineThread` and the `LLM` that was made in it. A call makes requests in the caller's thread and
-submits them as jobs; nothing else of the engine is touched from outside, except by `call`, between two steps. What
-jobs emit comes into the call's `Inbox`; deltas of one request that came together are handed over as one. A reader that
-is cancelled, closed or dropped cancels its jobs.
+`AsyncLLM` owns an `EngineThread` and the `LLM` created in it. A call creates requests in the caller's thread and
+submits them as jobs; nothing else of the engine is used from outside, except by `call`, between two steps. Events of
+the jobs arrive in the call's `Inbox`; deltas of one request that arrived together are delivered as one. If a reader is
+cancelled, closed or dropped, its jobs are cancelled.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class _Reader:
 
 
 class AsyncStream(_Reader, AsyncIterator[str]):
-    """Deltas of text as they are generated. `completion` is what was read so far; `aclose` ends it early."""
+    """Deltas of text as they are generated. `completion` has what was read so far; `aclose` ends it early."""
 
     async def __anext__(self) -> str:
         return (await self._next())[1]
@@ -131,7 +131,7 @@ class AsyncStream(_Reader, AsyncIterator[str]):
 
 
 class AsyncBatchStream(_Reader, AsyncIterator[tuple[int, str]]):
-    """The same for several prompts: (index of the prompt, delta), as they come. An error of one ends all."""
+    """A stream for several prompts: (index of the prompt, delta), as they are generated. An error of one ends all."""
 
     async def __anext__(self) -> tuple[int, str]:
         return await self._next()
@@ -144,8 +144,8 @@ class AsyncBatchStream(_Reader, AsyncIterator[tuple[int, str]]):
 class AsyncLLM:
     """A language model for an event loop: `async with AsyncLLM("smollm2-135m") as llm: ...`.
 
-    The arguments are those of `LLM`, and how many requests may wait and for how many seconds: more are refused with
-    OverloadedError. Requests of all tasks are decoded together.
+    The arguments are those of `LLM`, plus `max_waiting` and `max_wait`: how many requests may wait, and for how many
+    seconds; beyond that they fail with OverloadedError. Requests of all tasks are decoded together.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """What is known of the model; its engine is for `call` alone."""
+        """The `LLM` that runs the model; its engine may only be used through `call`."""
         if self._llm is None:
             raise OneKVError("this LLM is closed" if self._stopped else "this LLM is not open; use `async with`")
         return self._llm
@@ -184,7 +184,7 @@ class AsyncLLM:
         self.thread.start()
 
     def stop(self, grace: float = 0.0, step_limit: float = math.inf) -> None:
-        """Let requests run on for `grace` seconds, cancel the rest, close; blocks until that is done.
+        """Let requests continue for `grace` seconds, cancel the rest, close; blocks until that is done.
 
         Raises StuckError if a step then takes longer than `step_limit` seconds.
         """
@@ -276,6 +276,7 @@ class AsyncLLM:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Completion:
+        """As `LLM.chat`."""
         tokens = await asyncio.to_thread(self.llm.chat_tokens, messages, chat_template_kwargs)
         return await self.generate(tokens, max_tokens, sampling=sampling, **options)
 
@@ -288,11 +289,12 @@ class AsyncLLM:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> AsyncStream:
+        """As `LLM.stream_chat`."""
         tokens = self.llm.chat_tokens(messages, chat_template_kwargs)
         return self.stream(tokens, max_tokens, sampling=sampling, **options)
 
     def abort(self, request_id: str) -> None:
-        """End what was started with that `request_id`, if it has not ended: its reader gets what there is."""
+        """End the request with that `request_id`, if it is still running: its reader gets what has been generated."""
         reader = self._named.get(request_id)
         if reader is not None:
             reader.abort()

@@ -1,4 +1,4 @@
-"""What comes of a request, whoever reads it, and of questions about the cache."""
+"""The results of requests, and of queries about the cache."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ SHOWN = 60
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """What a request produced. `tokens` are all generated ids, with the stop token; `text` is without it.
+    """The result of a request. `tokens` are all generated ids, including the stop token; `text` is without it.
 
-    `text` is empty where the LLM has no tokenizer. `stopped_by` is the stop string that ended it, if one did;
+    `text` is empty if the LLM has no tokenizer. `stopped_by` is the stop string that ended it, if one did;
     `logprobs` has one entry for each token, if they were requested.
     """
 

@@ -1,13 +1,13 @@
 """Settings: each is defined once, as a field; keyword, flag, variable, TOML name, `--help` and the tables come from it.
 
-`kv_memory` is `LLM(kv_memory=...)`, `--kv-memory` and `ONEKV_KV_MEMORY`. What is given in the call or on the command
-line wins over the variable, the variable over the TOML file (`--config`, where there is one), that over the default.
+`kv_memory` is `LLM(kv_memory=...)`, `--kv-memory` and `ONEKV_KV_MEMORY`. A value in the call or on the command line
+overrides the variable, the variable overrides the TOML file (`--config`), and that overrides the default.
 
-Wherever a value comes from, text or typed, the setting's own `Convert` makes it what the field holds or refuses it:
-`hot_only="off"` means what `--hot-only off` means. None is "not given" everywhere.
+Wherever a value comes from, text or typed, the setting's own `Convert` converts or rejects it: `hot_only="off"` means
+the same as `--hot-only off`. None means "not given" everywhere.
 
-Not pydantic-settings: importing it takes longer than all of `onekv --help`, and its errors do not know whether a value
-came from a flag, a variable or a file. What is below would mostly stay.
+pydantic-settings is not used: importing it takes longer than all of `onekv --help`, and its errors do not tell whether
+a value came from a flag, a variable or a file. Most of the code below would still be needed.
 """
 
 import difflib
@@ -116,7 +116,7 @@ class Setting:
     # What it is for, in words that need no formatting.
     help: str
     metavar: str
-    # What a number counts; empty where there is none.
+    # The unit of a number; empty if there is none.
     unit: str
     # What applies where nothing is given and no value says it: None, or known only with a model or a device.
     otherwise: str

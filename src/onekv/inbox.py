@@ -1,10 +1,10 @@
-"""From the engine's thread to the event loop: one inbox for all requests of a call.
+"""Delivers events from the engine's thread to the event loop: one inbox for all requests of a call.
 
-    engine's thread   Job.emit -> Inbox.put -> Post: one wake-up of the loop, for all inboxes, until it has woken
-    event loop        Post -> the readers that wait -> Inbox.take: all that has come
+    engine's thread   Job.emit -> Inbox.put -> Post: at most one pending wake-up of the loop, for all inboxes
+    event loop        Post -> the waiting readers -> Inbox.take: everything that has arrived
 
-The engine puts events in and never waits for the reader; they pile up, at most max_tokens of each request. The reader
-takes all that are there at once: if it was slow, or several sequences moved on in one step, it wakes up once.
+The engine adds events and never waits for the reader; at most max_tokens of them per request can accumulate. The reader
+takes all of them at once, so it wakes up only once if it was slow or if several sequences advanced in one step.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Post:
 
     def wake(self, inbox: "Inbox") -> None:
         self._waiting.append(inbox)
-        # A loop that was closed has nobody left to read.
+        # A closed loop has no readers left.
         if not self._called and not self.loop.is_closed():
             self._called = True
             self.loop.call_soon_threadsafe(self._deliver)
@@ -48,7 +48,7 @@ class Inbox:
         """For `size` requests; made, read and closed in the thread of the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._post = post if post is not None else Post(self._loop)
-        # By which views of the engine name its requests, if somebody wants to know.
+        # The numbers of its requests in views of the engine, if they are wanted.
         self.numbers: list[int] = []
         self._events: deque[tuple[int, Event]] = deque()
         # Requests that have not ended; the engine's thread alone changes it.
@@ -97,7 +97,7 @@ class Inbox:
                 timer.cancel()
 
     def wake(self) -> None:
-        """In the event loop: whoever waits looks again."""
+        """In the event loop: wakes up the waiting reader."""
         self._waking = False
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)

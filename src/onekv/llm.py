@@ -1,7 +1,7 @@
-"""The library's front: a model, its KV memory, and calls that return text.
+"""The library's interface: a model, its KV memory, and calls that return text.
 
-An `LLM` owns one engine and is driven by the thread that calls it; use it from one thread at a time (`AsyncLLM` is for
-an event loop). Several streams may be open at once: whoever asks for text moves all of them on (`streams.py`).
+An `LLM` owns one engine, which runs in the thread that calls it; use it from one thread at a time (`AsyncLLM` is for
+event loops). Several streams may be open at once: reading from one advances all of them (`streams.py`).
 """
 
 import logging
@@ -65,11 +65,10 @@ class LLM:
     """A language model with all its KV in one preallocated pool.
 
     `model` is a name (`smollm2-135m`), a Hugging Face id, a folder in mlx-lm's format, a `.gguf` file (as text or a
-    path), or an mlx-lm model object together with its `tokenizer`. A model object without one takes and gives token ids
-    alone: nothing but `max_tokens` ends an answer. Of a name or a path, the model's own tokenizer is not loaded where
-    one is given. Of a `LoadedModel` (`models.load_for`), weights are shared with others that are made of it, and with
-    nothing else. `chat_template` (Jinja) replaces the model's own. What a load finds out about the model is noted in
-    `known`, and used by the next load that gets it. The other keywords are the fields of `Settings`.
+    path), or an mlx-lm model object together with its `tokenizer`. A model object without one takes and returns only
+    token ids, and only `max_tokens` ends an answer. If a `tokenizer` is given, the model's own is not loaded. LLMs
+    created from the same `LoadedModel` (`models.load_for`) share its weights. `chat_template` (Jinja) replaces the
+    model's own. `known` keeps what a load finds out for the next one. Other keywords are the fields of `Settings`.
 
     Under `mlx.launch` the model is sharded over all ranks (docs/scale.md). Only rank 0 gets an LLM; on the others the
     constructor follows rank 0 and then exits. All ranks exit if a forward pass takes more than `step_limit` seconds.
@@ -154,7 +153,7 @@ class LLM:
         self._driver: Driver | None = None
         tiers: list[Tier] = []
         try:
-            # The file is for the turns that a server remembers, beside the disk cache.
+            # The file for the turns that a server remembers, next to the disk cache.
             opened = partial(open_tiers, identify=known.identify) if leader is None else leader.open_tiers
             tiers, self.turns_file = opened(self.settings, self.plan, self.model, self.name)
             memory = KVMemory if leader is None else leader.memory
@@ -187,7 +186,7 @@ class LLM:
 
     @property
     def ranks(self) -> int:
-        """Over how many processes the model is sharded."""
+        """The number of processes that the model is sharded over."""
         return 1 if self._leader is None else self._leader.ranks
 
     @property
@@ -224,11 +223,10 @@ class LLM:
     ) -> Completion | list[Completion]:
         """Complete a prompt (text or token ids), or each of a list of prompts, as one batch.
 
-        `options` are the fields of `Sampling` (temperature, top_p, stop, ...) and change those of `sampling`, if that
-        is given; a list of prompts may have one for each. At most 256 tokens, unless `max_tokens` says otherwise.
-        `salt`: only requests of the same salt share cached blocks. `pin=True` keeps the prompt cached until `unpin`.
-        `prediction`: what the answer will mostly be (text or token ids; a list has one for each prompt); where it is
-        right the answer comes faster, and it is the same in any case.
+        `options` are the fields of `Sampling` (temperature, top_p, stop, ...) and override those of `sampling`, which
+        may be a list with one for each prompt. `max_tokens` defaults to 256. Only requests with the same `salt` share
+        cached blocks. `pin=True` keeps the prompt cached until `unpin`. `prediction` is text (or token ids) that much
+        of the answer will repeat, or a list with one for each prompt: where it is right, it makes the answer faster.
         """
         requests, many = self.requests(prompt, max_tokens, sampling, options)
         pairs = [(request, self.output(request)) for request in requests]
@@ -259,7 +257,7 @@ class LLM:
         sampling: Sampling | Sequence[Sampling] | None = None,
         **options: Any,
     ) -> Stream | BatchStream:
-        """Like `generate`, but gives the text as it comes; for a list of prompts with the index of each."""
+        """Like `generate`, but yields text as it is generated; for a list of prompts, with the index of each."""
         requests, many = self.requests(prompt, max_tokens, sampling, options)
         pairs = [(request, self.output(request)) for request in requests]
         return BatchStream(self.driver, pairs) if many else Stream(self.driver, pairs)
@@ -275,7 +273,7 @@ class LLM:
     ) -> Completion:
         """The model's next message after `messages`: [{"role": "user", "content": "..."}, ...].
 
-        `chat_template_kwargs` are given to the model's chat template, such as {"enable_thinking": False}.
+        `chat_template_kwargs` are passed to the model's chat template, such as {"enable_thinking": False}.
         """
         tokens = self.chat_tokens(messages, chat_template_kwargs)
         return self.generate(tokens, max_tokens, sampling=sampling, **options)
@@ -289,15 +287,16 @@ class LLM:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Stream:
+        """Like `chat`, but yields text as it is generated."""
         tokens = self.chat_tokens(messages, chat_template_kwargs)
         return self.stream(tokens, max_tokens, sampling=sampling, **options)
 
     def chat_tokens(self, messages: list[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """The tokens that `messages` become under the model's chat template."""
+        """The tokens of `messages`, rendered with the model's chat template."""
         return ask.chat_tokens(self.name, self.tokenizer, messages, chat_template_kwargs)
 
     def unpin(self, prompt: Prompt, salt: str = "") -> None:
-        """Let the blocks of a prompt that was generated from with `pin=True` be evicted again."""
+        """Allow the blocks of a prompt that was pinned with `pin=True` to be evicted again."""
         self.engine.prefix.unpin(ask.encode(prompt, self.tokenizer), salt)
 
     def probe(self, prompt: Prompt, salt: str = "") -> Probe:
@@ -306,7 +305,7 @@ class LLM:
         return Probe(len(tokens), *self.engine.prefix.probe(tokens, salt))
 
     def clear_cache(self) -> Freed:
-        """Forget all cached conversations of this model that are neither running nor pinned, on disk, too."""
+        """Drop all cached conversations of this model that are neither running nor pinned, including those on disk."""
         before = self.engine.memory.stats().pools
         self.engine.clear_cache()
         after = self.engine.memory.stats().pools
@@ -314,6 +313,7 @@ class LLM:
         return Freed(sum(blocks), sum(n * pool.block_bytes for n, pool in zip(blocks, before, strict=True)))
 
     def stats(self) -> Stats:
+        """Figures of the pools, the prefix cache, tiers, speculation and memory."""
         return read_stats(self.engine)
 
     def check_integrity(self) -> None:
@@ -322,18 +322,18 @@ class LLM:
 
     @property
     def vocabulary(self) -> int:
-        """Token ids the model knows: 0 to this, less 1."""
+        """The size of the vocabulary: token ids are below it."""
         return self.plan.layout.vocabulary
 
     @property
     def longest(self) -> int:
-        """The most tokens a request may have, prompt and answer together."""
+        """The maximum number of tokens of a request, prompt and answer together."""
         # With `max_kv_size` the model never sees more than that at once.
         unlimited = self.context is None or self.settings.max_kv_size is not None
         return self.plan.longest if unlimited else min(self.plan.longest, self.context or 0)
 
     def close(self) -> None:
-        """Release the pool; what is cached goes to the disk cache, if there is one, else it is gone.
+        """Release the pool; what is cached is written to the disk cache if there is one, and otherwise lost.
 
         The LLM cannot be used afterwards. Closing twice is allowed.
         """
@@ -368,7 +368,7 @@ class LLM:
         sampling: Sampling | Sequence[Sampling] | None,
         options: dict[str, Any],
     ) -> tuple[list[Request], bool]:
-        """A request for each prompt, and whether there is a list of them. Raises if one can never be served."""
+        """A request for each prompt, and whether a list was given. Raises if one can never be served."""
         prompts, many = ask.prompts_of(prompt)
         asked = ask.options_of(len(prompts), max_tokens, sampling, options)
         requests = []
@@ -383,7 +383,7 @@ class LLM:
         return requests, many
 
     def output(self, request: Request) -> TextOutput:
-        """How the tokens of a request become text."""
+        """Turns the tokens of a request into text."""
         detokenizer = self.tokenizer.detokenizer if self.tokenizer is not None else None
         hidden = self.stop_tokens.union(request.sampling.stop_token_ids)
         return TextOutput(detokenizer, hidden, request.sampling.stop)

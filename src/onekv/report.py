@@ -1,4 +1,4 @@
-"""Tables for people: the plan, and the demonstration."""
+"""Human-readable output: the plan, and the demo."""
 
 import sys
 from dataclasses import replace

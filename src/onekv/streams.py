@@ -1,7 +1,7 @@
 """Streams of an `LLM`: the requests of one call, read by the thread that drives the engine.
 
-What requests emit lies in their stream's queue until it is read. Reading an empty queue moves the engine on, and with
-it every other stream of the same `Driver`. A stream that is closed, or that raises, has no request left.
+Events of requests wait in their stream's queue to be read. Reading an empty queue advances the engine, and with
+it every other stream of the same `Driver`. When a stream has been closed, or has raised, none of its requests is left.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ class StoreBar:
 
 
 class Driver:
-    """An engine and its jobs, moved on by whoever reads; with `check` all blocks are counted where nothing runs."""
+    """An engine and its jobs, advanced by reading; with `check`, all blocks are counted when nothing runs."""
 
     def __init__(self, engine: Engine, check: bool) -> None:
         self.engine, self._check = engine, check
@@ -130,9 +130,9 @@ class _Reader:
 
 
 class Stream(_Reader, Iterator[str]):
-    """Deltas of text as they are generated. `completion` is what was read so far; `close` ends it early.
+    """Deltas of text as they are generated. `completion` has what was read so far; `close` ends it early.
 
-    Where the LLM has no tokenizer the deltas are empty, and one comes with every step that gave a token.
+    Without a tokenizer, deltas are empty, and there is one for every step that generated a token.
     """
 
     def __next__(self) -> str:
@@ -144,7 +144,7 @@ class Stream(_Reader, Iterator[str]):
 
 
 class BatchStream(_Reader, Iterator[tuple[int, str]]):
-    """The same for several prompts: (index of the prompt, delta), as they come. An error of one ends all."""
+    """A stream for several prompts: (index of the prompt, delta), as they are generated. An error of one ends all."""
 
     def __next__(self) -> tuple[int, str]:
         return self._next()

@@ -1,4 +1,4 @@
-"""Columns of text, for people."""
+"""Tables as aligned columns of text."""
 
 
 def table(rows: list[list[str]], header: list[str]) -> str:

@@ -1,10 +1,10 @@
-"""What arrays of a model were made from: while it is watched, calls of `mx.fast.rope` are noted.
+"""Records how arrays of a model were computed: while it is traced, calls of `mx.fast.rope` are recorded.
 
-A kernel that is given a rotated array may take what that was made from and rotate it itself, in the same launch: the
-array, which nobody uses then, is never computed. Watching changes no result, so nothing needs to be known of the model:
-an array that was not made by such a call, or that was changed since, is simply not in the notes.
+A kernel that is given a rotated array may use the array's inputs instead and rotate them itself, in the same launch;
+the array is then unused and never computed. Tracing changes no result, and needs no knowledge of the model: an array
+that was not the result of such a call, or has been modified since, is simply not recorded.
 
-Notes are of the thread that watches; MLX's name is replaced while anybody does.
+Records belong to the thread that traces; MLX's function is replaced while any thread does.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Byte sizes as people write them: `512MB`, `4GiB`, `50%`; times as they read them."""
+"""Parses byte sizes such as `512MB`, `4GiB` and `50%`; formats sizes and times for people."""
 
 import re
 from fractions import Fraction

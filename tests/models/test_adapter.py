@@ -286,21 +286,21 @@ def config_of(folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        ("folder", SettingError, "--adapter is .*, which is no folder"),
+        ("folder", SettingError, "--adapter is .*, which is not a folder"),
         ("config", ModelFormatError, "--adapter is .* has no adapter_config.json"),
         ("weights", ModelFormatError, "--adapter is .* has no adapters.safetensors"),
-        ("peft", ModelFormatError, "has no adapters.safetensors; it is an adapter of PEFT"),
+        ("peft", ModelFormatError, "has no adapters.safetensors; it is a PEFT adapter"),
         ("truncated", ModelFormatError, "adapters.safetensors is truncated"),
         ("damaged", ModelFormatError, "adapter_config.json is damaged"),
         ("full", ModelFormatError, "fine_tune_type is 'full'.*mlx_lm.fuse"),
-        ("kind", ModelFormatError, "fine_tune_type is 'ia3'; OneKV knows lora and dora"),
+        ("kind", ModelFormatError, "fine_tune_type is 'ia3'; OneKV supports lora and dora"),
         ("scale", ModelFormatError, "scale in lora_parameters is None"),
         ("rank", ModelFormatError, "rank in lora_parameters is 0"),
         ("shape", ModelFormatError, r"q_proj.lora_a is 64 x 4, but must be 64 x 5 here with rank 5"),
         ("other", ModelFormatError, r"for another model: it adapts model.layers.1.other, which llama does not have"),
         ("norm", ModelFormatError, "adapts model.norm; a RMSNorm cannot be adapted by lora"),
         ("half", ModelFormatError, "has no model.layers.1.self_attn.q_proj.lora_b, which lora needs"),
-        ("stray", ModelFormatError, "has model.layers.1.self_attn.q_proj.weight, which is no part of an adapter"),
+        ("stray", ModelFormatError, "has model.layers.1.self_attn.q_proj.weight, which does not belong to an adapter"),
     ],
 )
 def test_what_is_wrong_with_an_adapter_is_said(

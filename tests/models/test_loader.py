@@ -217,7 +217,7 @@ def forget_words(file: Path) -> None:
 DAMAGE = {
     "no config.json": lambda f: (f / "config.json").unlink(),
     "config.json is damaged": lambda f: cut(f / "config.json", 20),
-    "names no model_type": lambda f: (f / "config.json").write_text("{}"),
+    "has no model_type": lambda f: (f / "config.json").write_text("{}"),
     "model.safetensors is missing": lambda f: (f / "model.safetensors").unlink(),
     "model.safetensors is truncated": lambda f: cut(f / "model.safetensors", 200_000),
     "model.safetensors is damaged": lambda f: (f / "model.safetensors").write_bytes(b"x" * 99),
@@ -228,7 +228,7 @@ DAMAGE = {
         '{"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}'
     ),
     "has no tokenizer: tokenizer.json": lambda f: (f / "tokenizer.json").unlink(),
-    "a tokenizer that knows no text": lambda f: forget_words(f / "tokenizer.json"),
+    "a tokenizer that encodes no text": lambda f: forget_words(f / "tokenizer.json"),
 }
 
 
@@ -294,7 +294,7 @@ def test_hub_model_from_the_local_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "named"),
     [
-        ("RepoNotFound", "ModelNotFoundError", "no model on the Hugging Face hub"),
+        ("RepoNotFound", "ModelNotFoundError", "nor a model on the Hugging Face hub"),
         ("GatedRepo", "ModelNotFoundError", "gated"),
     ],
 )

@@ -151,9 +151,12 @@ ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
-        ({"$ref": "#"}, "refer to itself"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "refer to itself"),
-        (ENDLESS, "refers to itself"),
+        ({"$ref": "#"}, "infinitely recursive"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            "infinitely recursive",
+        ),
+        (ENDLESS, "infinitely recursive"),
         *(
             ({word: value}, word)
             for word, value in {

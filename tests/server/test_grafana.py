@@ -1,7 +1,12 @@
 """docs/grafana.json asks for nothing that a real server does not expose: metrics by name, and their labels."""
 
 import json
+import math
 import re
+import shutil
+import socket
+import subprocess
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +86,51 @@ def test_one_model_exposes_all_but_what_is_of_several(server: Server) -> None:
     assert all(name.startswith(("onekv_model_", "onekv_memory_", "onekv_kv_event")) for name in missing), missing
     # A single one has no name in its metrics: its series are those of all models, and must not be left out.
     assert VARIABLES["model"]["allValue"] == ".*" and VARIABLES["model"]["includeAll"]
+
+
+@pytest.fixture
+def prometheus(several: Server, tmp_path: Path) -> Iterator[str]:
+    """A real one that scrapes the server; its address."""
+    targets = [{"targets": [several.url.removeprefix("http://")]}]
+    config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [{"job_name": "onekv", "static_configs": targets}]}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    file = tmp_path / "prometheus.yml"
+    file.write_text(json.dumps(config))  # JSON is YAML.
+    command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+    yield f"http://127.0.0.1:{port}"
+    process.terminate()
+    process.wait()
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed")
+def test_prometheus_answers_every_query_with_data(several: Server, prometheus: str) -> None:
+    wanted = {target["expr"] for panel in PANELS for target in panel["targets"]}
+    deadline = time.monotonic() + 120
+    # Rates and quantiles need requests between two scrapes.
+    while wanted and time.monotonic() < deadline:
+        for name in ("red", "blue"):
+            complete(several, name)
+        time.sleep(1)
+        wanted = {query for query in wanted if not answered(prometheus, query)}
+    assert not wanted
+
+
+def answered(url: str, query: str) -> bool:
+    """Whether it has a result, with the variables as Grafana puts them in for all servers and models."""
+    for name, value in (("$instance", ".*"), ("$model", ".*"), ("$__rate_interval", "1m")):
+        query = query.replace(name, value)
+    try:
+        answer = httpx.get(f"{url}/api/v1/query", params={"query": query}, timeout=60)
+    except httpx.ConnectError:
+        return False  # it is starting
+    if answer.status_code == 503:
+        return False
+    assert answer.status_code == 200, answer.text
+    result = answer.json()["data"]["result"]
+    return any(not math.isnan(float(series["value"][1])) for series in result)
 
 
 def test_it_shows_what_it_is_for() -> None:

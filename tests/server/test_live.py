@@ -65,6 +65,16 @@ def test_a_snapshot_has_what_the_cache_says(server: Server) -> None:
     assert model["tiers"][0]["limit"] == 10**9 and model["state"] == "loaded"
 
 
+def test_the_first_snapshot_is_not_from_the_past(server: Server) -> None:
+    """Unwatched, an idle engine's view is from a step of the last request, which held blocks."""
+    with watching(server.url, KEYS[0]) as snapshots:
+        next(snapshots)
+    ask(server, "Count for a long time, please.", 200)
+    with watching(server.url, KEYS[0]) as snapshots:
+        first = next(snapshots)
+    assert first["memory"]["held"] == 0 and not shown(first)["requests"]
+
+
 def test_requests_are_shown_while_they_run(server: Server) -> None:
     with watching(server.url, KEYS[0]) as snapshots, ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, server, "Count for a long time, please.", 400)

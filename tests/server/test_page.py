@@ -104,7 +104,7 @@ def test_a_miss_shows_the_words_that_made_it(opened: Opened, server: Server) -> 
     ask(server, f"It is 18:51 now. {story}")
     row = opened.page.locator(".misses tbody tr").first
     opened.until(lambda: row.locator("ins").count() == 1 and row.locator("ins").inner_text().startswith("51"))
-    assert row.locator("del").inner_text().startswith("49") and "had to be computed again" in row.inner_text()
+    assert row.locator("del").inner_text().startswith("49") and "had to be recomputed" in row.inner_text()
     assert opened.page.locator(".chart rect[data-fill=cached]").count() > 0
     assert opened.page.locator(".chart rect[data-fill=missed]").count() > 0
 
@@ -131,7 +131,7 @@ def test_the_chat_streams_stops_and_branches(opened: Opened) -> None:
     assert page.locator(".message[data-state=stopped] .text").inner_text()
     # Known from the start of an answer, also of one that has no end.
     assert int(page.locator(".message[data-state=stopped] [data-figure=computed]").inner_text()) > 0
-    page.fill("label:has-text('Max. tokens') input", "12")
+    page.fill("label:has-text('Max tokens') input", "12")
     page.click("text=Regenerate")
     opened.answered()
     assert "2 of 2" in page.locator("[data-role=assistant] .siblings").inner_text()
@@ -212,7 +212,7 @@ def test_a_tab_in_the_background_stops_watching(opened: Opened, server: Server) 
 def test_a_hostile_prompt_is_text(opened: Opened) -> None:
     page = opened.page
     page.click("summary:text('Settings')")
-    page.fill("label:has-text('Max. tokens') input", "4")
+    page.fill("label:has-text('Max tokens') input", "4")
     hostile = [
         "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script><b>bold</b>",
         "\u202eright to left\u202c שלום &amp; ${document.title}",
@@ -234,7 +234,7 @@ def test_a_hostile_prompt_is_text(opened: Opened) -> None:
 
 def test_a_wrong_key_is_refused_and_asked_for_again(browser: Any, server: Server) -> None:
     page = Opened(browser, server.url, "not-the-key-at-all")
-    page.page.wait_for_selector("text=The server refused that key.")
+    page.page.wait_for_selector("text=The server rejected this key.")
     page.give_key(KEYS[1])
     # Known, but not the administrator's: it may chat.
     page.page.wait_for_selector("[data-state=forbidden]")
@@ -258,7 +258,7 @@ def test_nothing_serious_for_axe(browser: Any, server: Server, scheme: str) -> N
     page.give_key(KEYS[0])
     page.page.wait_for_selector("[data-state=live]")
     page.page.click("summary:text('Settings')")
-    page.page.fill("label:has-text('Max. tokens') input", "6")
+    page.page.fill("label:has-text('Max tokens') input", "6")
     page.send("What is a pool? " + "A long question scrolls. " * 80)
     page.answered()
     ask(server, "Asked by somebody else.", headers=OTHER)

@@ -125,7 +125,7 @@ def test_what_never_fits_is_refused_with_numbers(models: dict[str, str], running
     wanted = tables(models, a={"keep": "pinned"}, c={"kv_memory": "700MiB"})
     server = start_several(tmp_path, wanted)
     running.append(server)
-    assert "'c'" in server.log() and "requests for it will be refused" in server.log()
+    assert "'c'" in server.log() and "requests for it will be rejected" in server.log()
     refused = httpx.post(f"{server.url}/v1/completions", json={"model": "c", "prompt": "x"}, timeout=60)
     error = refused.json()["error"]
     assert refused.status_code == 503 and error["type"] == "server_error"

@@ -339,7 +339,7 @@ def test_a_tier_that_cannot_be_told_that_a_request_has_ended_is_told_again(caplo
     tier.slow = False
     assert ask(engine, again.prompt).cached_tokens > 100
     assert not tier.expected.total() and not tier.unwilling
-    assert caplog.text.count("could not be told") == 1
+    assert caplog.text.count("could not be notified") == 1
     engine.check_integrity()
     engine.close()
 

@@ -1,19 +1,19 @@
 """A day in the life of a server with more models than fit: what must never happen does not, and its cost is reported.
 
-Four small models with random weights: `a` is pinned, of `b` and `c` one fits beside it, `d` can never be loaded.
+Four small models with random weights: `a` is pinned, either `b` or `c` fits in addition, `d` can never be loaded.
 Clients hold conversations with all of them, in random order, whose prompts grow from turn to turn; some close the
-connection in the middle of an answer. The server runs in this process, so that its memory can be looked at every 10 ms.
-An error of the run is
+connection in the middle of an answer. The server runs in this process, so that its memory can be sampled every 10 ms.
+The run fails on
 
-    an answer that was cut off, or other tokens than the model gives when it is alone
-    a request for `d` that is not refused with its numbers
+    an answer that was cut off, or whose tokens differ from those of the model on its own
+    a request for `d` that is not rejected with the numbers
     more bytes counted, more of MLX's memory in use, or a larger process, than --memory
     a conversation that continues after its model was unloaded and reloaded, with less than 95 % of its tokens cached
-    after the last model was unloaded: memory of MLX that is still in use, or a footprint of the process that is more
-    than 5 % larger than it was before the first load
+    after the last model was unloaded: MLX memory that is still in use, or a footprint of the process that is more than
+    5 % larger than before the first load
 
-That is, before the first one of the day: each model has answered once by then, so that libraries are imported and
-compiled loops are there.
+"Before the first load" means after a warm-up in which each model has answered once, so that libraries are imported and
+loops are compiled.
 """
 
 import argparse
@@ -260,7 +260,7 @@ class _Script:
         self._url, self._models, self._report = url, models, report
         self._random = random.Random(seed)
         self._left = report.requests
-        # Those that nobody is in the middle of: one is left for each client.
+        # Conversations without a request in flight: one is left for each client.
         count = max(CONVERSATIONS, math.ceil(report.clients / len(NAMES)))
         self._idle = [self._conversation(name) for name in NAMES for _ in range(count)]
         # What was answered in which turn of which conversation: its model and seed.

@@ -2,8 +2,8 @@
 
 Both sides hold their KV of the same prompts at the same time and take turns: a round is N tokens of one, then N tokens
 of the other. mlx-lm runs through its own entry points: `generate_step` for one sequence, `BatchGenerator` for several.
-Sequences that are prefilled first decode while the others are: answers are so long that none ends before the last
-round, and every step that is measured has all rows.
+Sequences that are prefilled first decode while the others are prefilled. Answers are long enough that none ends before
+the last round, and every measured step has all rows.
 """
 
 import argparse

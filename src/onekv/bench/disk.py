@@ -1,18 +1,18 @@
-"""What the disk cache is worth: a conversation that continues after a restart, and its speed beside plain files.
+"""The benefit of the disk cache: a conversation continued after a restart, and its speed compared with plain files.
 
-Three processes, one after the other, each with the model loaded anew and the same temporary folder:
+Three processes, one after the other, each of which loads the model again and uses the same temporary folder:
 
     first    computes a prompt of N tokens and a short answer, and closes
-    second   restart: continues the conversation, its full blocks from disk, beside a cold prefill of all of it. The
-             time is to the first token; the tokens of both must be the same
-             read: brings the conversation into the pool, from the request for it until all is loaded, beside reading
-             the same files, one after the other, into one buffer again and again (which stays in the processor's cache)
+    second   restart: continues the conversation, with its full blocks read from disk, compared with a cold prefill of
+             all of it. The time is that to the first token; the tokens of both must be the same
+             read: loads the conversation into the pool, timed from the request until all is loaded, compared with
+             reading the same files, one after the other, into one reused buffer (which stays in the processor's cache)
              and into memory that holds them all, as the pool must. Page cache warm for all (the files were read just
-             before) and cold for all (flushed and dropped with posix_fadvise, where there is that)
-             write: stores the conversation's blocks in a new folder until the last is written, beside writing files of
-             the same sizes. Neither waits for the disk (no fsync); what was left to write before is flushed first
-    third    peak: what promoting adds to memory beyond the pool. `counted` is MLX's peak and Python's (tracemalloc),
-             exact; `resident` is what the kernel says of the process (Linux)
+             before) and cold for all (flushed and dropped with posix_fadvise, if available)
+             write: stores the conversation's blocks in a new folder until the last is written, compared with writing
+             files of the same sizes. Neither waits for the disk (no fsync); pending writes are flushed before
+    third    peak: memory used by promoting in addition to the pool. `counted` is MLX's peak plus Python's
+             (tracemalloc), which is exact; `resident` is the kernel's figure for the process (Linux)
 
 Sides are interleaved, figures are medians, and the first round warms up, except for `first_after_restart`.
 """
@@ -49,7 +49,7 @@ from ..units import format_size
 from .decode import about, bench_model
 
 ADDED, ANSWER = 16, 8
-# Tokens that the pool has room for beside the conversation.
+# Tokens that the pool has room for in addition to the conversation.
 SPARE = 1024
 Kind = TypeVar("Kind")
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

@@ -1,9 +1,9 @@
-"""How far a model with encoded KV is from the same model with plain KV, token by token.
+"""How far a model with encoded KV diverges from the same model with plain KV, token by token.
 
 All formats read the same tokens in turn, a chunk at a time, so that only the logits of one chunk of plain KV are kept:
 those of a whole text would take gigabytes. Per position, over the whole vocabulary:
 
-    KL          of the distribution with plain KV to that with the format, in nats: 0 where they agree
+    KL          divergence of the distribution with the format from that with plain KV, in nats: 0 where they agree
     agreement   whether the likeliest token is the same
     loss        minus the log probability of the token that follows
 """

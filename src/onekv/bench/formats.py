@@ -1,11 +1,11 @@
-"""Decode speed of every KV format beside plain KV, on one model object, in one process.
+"""Decode speed of every KV format compared with plain KV, on one model object, in one process.
 
-Each format has an engine with a pool of its own, all with a context of the same length stored, and they take turns: a
-round is N tokens of every format, plain first. A ratio is of a format's speed to plain's in the same round; medians
-over rounds, the first of which warms up. Memory for all pools must be there at once.
+Each format has an engine with a pool of its own, all holding a context of the same length, and they take turns: a
+round is N tokens of every format, plain first. A ratio is a format's speed over that of plain KV in the same round;
+figures are medians over the rounds, the first of which is a warm-up. All pools must fit into memory at once.
 
-The first `PROMPT` tokens of the context are read by the model, and timed; the keys and values of the rest are random
-numbers, encoded and stored like all others: decoding takes as long, and a long context is there in seconds.
+The first `PROMPT` tokens of the context are prefilled, and timed; the keys and values of the rest are random numbers,
+encoded and stored like all others: decoding takes equally long, and a long context is ready within seconds.
 """
 
 import argparse

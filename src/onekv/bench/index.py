@@ -1,4 +1,4 @@
-"""What the prefix index costs: time to match a long prompt in a large index, and memory per cached block."""
+"""The cost of the prefix index: time to match a long prompt in a large index, and memory per cached block."""
 
 import argparse
 import gc

@@ -1,14 +1,14 @@
-"""A short request that meets a long prompt: OneKV's server beside mlx_lm.server, through HTTP, in one run.
+"""A short request that arrives during a long prompt: OneKV's server compared with mlx_lm.server, over HTTP, in one run.
 
-Both load one folder: the model as OneKV runs it, in mlx-lm's format. Where its context is shorter than the long prompt,
-the folder says that it is long enough: what the model then says is of no interest here, and what it costs is the same.
-Each side has a fresh server process, with nothing cached; they never run at the same time. A server first answers the
-short prompt alone. Then the long one is sent, and some seconds later another short one, while the long one is still
-being prefilled. Answers are streamed and greedy, times are the client's, from each request's own beginning.
+Both load the same folder: the model as OneKV runs it, in mlx-lm's format. If its context is shorter than the long
+prompt, the folder's config claims a sufficient one: the answers are then meaningless, but the cost is the same. Each
+side has a fresh server process, with nothing cached; they never run at the same time. A server first answers the short
+prompt alone. Then the long one is sent, and some seconds later another short one, while the long one is still being
+prefilled. Answers are streamed and greedy; times are measured by the client, from the start of each request.
 
-Meanwhile OneKV's /health is asked again and again for how long the engine has been making its step: so it is known when
-steps began, and how long the chunk of the long prompt took that was in flight when the short request was sent. The
-short request's first token is told in units of that chunk. mlx_lm.server says nothing of its steps.
+Meanwhile OneKV's /health is polled for the duration of the engine's current step. This shows when steps began, and how
+long the chunk of the long prompt took that was in flight when the short request was sent. The short request's time to
+first token is also given as a multiple of that chunk. mlx_lm.server does not report its steps.
 """
 
 import argparse

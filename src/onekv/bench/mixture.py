@@ -1,4 +1,4 @@
-"""What the soak sends: a seeded mixture of requests, each with the outcome it must have."""
+"""The requests of the soak test: a seeded mixture, each with its expected outcome."""
 
 import json
 import math

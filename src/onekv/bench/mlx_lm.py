@@ -1,8 +1,8 @@
-"""Memory peaks of mlx-lm's caches and of OneKV's in their place, as multiples of one conversation's KV.
+"""Peak memory of mlx-lm's caches and of OneKV's replacements, as multiples of one conversation's KV.
 
-On one small random model with much KV, in one process, each case first with mlx-lm's classes, then with OneKV's. A
-figure is the most that active memory rose above the level before the case, in parts of the KV bytes of one entry.
-Activations and attention scores are in it, on both sides.
+A small random model with a large KV is used, in one process, each case first with mlx-lm's classes, then with OneKV's.
+A figure is the maximum rise of active memory above the level before the case, divided by the KV bytes of one entry.
+Activations and attention scores are included, on both sides.
 """
 
 import argparse

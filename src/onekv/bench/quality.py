@@ -1,15 +1,15 @@
-"""What the KV formats do to a model's answers: perplexity and divergence from plain KV on three kinds of text, and
-numbers found again in a long context.
+"""The effect of KV formats on a model's answers: perplexity and divergence from plain KV on three kinds of text, and
+numbers retrieved from a long context.
 
 All run through the engine's own memory, so what is read is what was stored.
 
     texts        prose, code and JSON (`texts`), in windows from the beginning, each a sequence of its own. Every token
                  but the first of a window is predicted from the stored keys and values of those before it; prompts are
-                 read in chunks. Perplexity says how well a text is predicted, KL and agreement (`divergence`) how far
-                 predictions are from those with plain KV, which errors in both directions do not hide
+                 read in chunks. Perplexity measures how well a text is predicted; KL and agreement (`divergence`) how
+                 far predictions are from those with plain KV, so that errors in both directions do not cancel out
     needles      a text in which eight sentences such as "the phone number of Paris is Paris 4817" are hidden at equal
-                 distances and asked for one after another: `found` counts those whose number greedy decoding gives,
-                 `answers` is the mean log probability of the right numbers, which says more than a count does
+                 distances and asked for one after another: `found` counts the numbers that greedy decoding retrieves,
+                 `answers` is the mean log probability of the right numbers, which is more informative than a count
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Reading from a store that servers share beside computing, and decoding beside a store that fails.
+"""Reading from a shared store compared with computing, and decode speed while the store fails.
 
-The store is a Valkey or Redis server that the benchmark starts on this machine, in memory alone.
+The store is a Valkey or Redis server that the benchmark starts on this machine, without persistence.
 
-    first token   a prompt whose whole blocks are in the store, on an engine that has forgotten them, beside an engine
-                  without a cache: for each KV format of the model, and for models with random weights that have sliding
-                  windows and recurrent layers. `raw` is what getting the same values takes, by as many threads
-    decoding      a sequence is decoded while a prompt comes that nobody has: `ratio` is its speed on an engine with a
-                  store to that on one without. The store answers (up), takes 2 s for every call (slow), is stopped
-                  (SIGSTOP), or killed
+    first token   a prompt whose whole blocks are in the store, on an engine whose own cache is empty, compared with an
+                  engine without a cache: for each KV format of the model, and for models with random weights that have
+                  sliding windows and recurrent layers. `raw` is the time to get the same values with as many threads
+    decoding      a sequence is decoded while a prompt arrives that is cached nowhere: `ratio` is its speed on an engine
+                  with a store over that on one without. The store responds (up), takes 2 s for every call (slow), is
+                  stopped (SIGSTOP), or killed
 
 Sides are interleaved, figures are medians, and the first round warms up.
 """
@@ -40,7 +40,7 @@ from .quality import asked
 from .remote_store import Store
 
 ADDED, ANSWER = 16, 8
-# Tokens that the pool has room for beside the conversation.
+# Tokens that the pool has room for in addition to the conversation.
 SPARE = 1024
 # The prompt that comes while another sequence is decoded, and what is decoded of that.
 PROMPT, DECODED = 256, 64
@@ -184,7 +184,7 @@ def _decoding(model: Module, store: Store, state: str, rounds: int) -> Decoding:
 
 
 def _beside(engine: Engine, seed: int) -> float:
-    """Seconds in which a sequence is decoded while a prompt comes that nobody has."""
+    """Seconds to decode a sequence while a prompt arrives that is cached nowhere."""
     talker, comer = (Request(_random(engine, PROMPT, 2 * seed + each), DECODED) for each in range(2))
     engine.submit(talker)
     while not talker.tokens:

@@ -1,4 +1,4 @@
-"""A store for `remote`: a Valkey or Redis server on this machine, in memory alone, which can be made to fail."""
+"""A store for `remote`: a Valkey or Redis server on this machine, without persistence, which can be made to fail."""
 
 import asyncio
 import multiprocessing
@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import SettingError
 from ..tiers.remote.fetches import FETCHERS
 
-# Seconds: by which a slow one is late, and for what must not take for ever.
+# Seconds: the delay of a slow store, and the limit for operations that must not take forever.
 DELAY, PATIENCE = 2.0, 60.0
 
 

@@ -1,4 +1,4 @@
-"""What continuing a cached conversation costs: OneKV's prefix cache beside mlx-lm's LRUPromptCache.
+"""The cost of continuing a cached conversation: OneKV's prefix cache compared with mlx-lm's LRUPromptCache.
 
 On one model object, in one process, interleaved. For each size K of the conversation's KV: the conversation is stored
 once, then it is continued by a few tokens and one token is generated; peak memory above the level before is exact, the

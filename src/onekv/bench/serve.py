@@ -1,4 +1,4 @@
-"""OneKV's server beside mlx_lm.server, through HTTP, on the same weights and the same machine, in one run.
+"""OneKV's server compared with mlx_lm.server, over HTTP, on the same weights and the same machine, in one run.
 
 The model is saved once in mlx-lm's format, in the dtype that OneKV runs it in, so both sides have the same weights,
 tokenizer and chat template; each must give the same greedy answer to a short prompt before it is measured. Each
@@ -11,14 +11,14 @@ which is enough for both cases.
     chats    conversations that start together and share a system prompt of about 1,000 tokens; two turns each, about 60
              tokens of new text a turn, 64 generated
 
-All answers are streamed and greedy. Times are the client's. Memory:
+All answers are streamed and greedy. Times are measured by the client. Memory:
 
-    KV       OneKV: blocks that running requests or the prefix cache hold, at most, times their size. mlx-lm: MLX's
-             active memory less the weights, without what comes and goes within a second (the least of every second, and
-             of those the most): so its caches, and not the activations of a step
-    peak     MLX's own peak less the weights: OneKV's whole pool, which is there from the start, and activations
-    used     the same, less the blocks of OneKV's pool that nothing was ever stored in; KV and activations of both
-    process  the most that was resident of the process, weights and code included
+    KV       OneKV: the maximum number of blocks held by running requests or the prefix cache, times their size. mlx-lm:
+             MLX's active memory minus the weights, ignoring what lasts less than a second (the minimum of every second,
+             and the maximum of these): its caches, but not the activations of a step
+    peak     MLX's own peak minus the weights: OneKV's whole pool, which is allocated at startup, and activations
+    used     the same, minus the blocks of OneKV's pool that were never used: KV and activations of both
+    process  the maximum resident memory of the process, including weights and code
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Endurance: thousands of requests of all kinds at one small server, then: is everything as it was before?
+"""Endurance test: sends thousands of requests of all kinds to a small server, then checks that nothing was left behind.
 
-The server has a pool for about 2,000 tokens in blocks of 16, 8 sequences at a time and a short queue, so that blocks
-are evicted, requests wait, and now and then one is told to come back later. The clients send a seeded mixture of chat,
-completions and messages with shared prefixes, streamed or not, some with logprobs, stop strings, two answers or a JSON
-schema. About 10 % close the connection in the middle of it and about 5 % send something that must be refused. Every
-request has the outcome it must have; anything else is an error of the run, and so is any of these:
+The server has a pool for about 2,000 tokens in blocks of 16, 8 concurrent sequences and a short queue, so that blocks
+are evicted, requests wait, and some are told to retry later. The clients send a seeded mixture of chat, completions and
+messages with shared prefixes, streamed or not, some with logprobs, stop strings, two answers or a JSON schema. About
+10 % close the connection in the middle of an answer, and about 5 % send something that must be rejected. Every request
+must have its expected outcome; otherwise the run fails, and also on any of these:
 
     while it runs    a block that is lost or counted twice, more bytes in the pool than --kv-memory
-    at the end       a request that is still there, a block that is not free once the cache is cleared, a snapshot,
-                     MLX's active memory more than one block's bytes away from what it was after a warm-up,
-                     more Python objects than after the warm-up, by 100 (what libraries cache) and one for every
-                     twenty requests, those of idle threads left out
+    at the end       a request that is left over, a block that is not free after the cache was cleared, a snapshot,
+                     MLX's active memory more than one block's size away from its value after the warm-up,
+                     more Python objects than after the warm-up by more than 100 (what libraries cache) plus one for
+                     every twenty requests, not counting those of idle threads
 """
 
 import argparse

@@ -1,19 +1,19 @@
 """Decode speed with speculation (`--speculate auto`) and without (off), on one model object, in one process.
 
-Each side has an engine of its own, and in a round each prompt has its turn on the one side and then on the other. Only
-decoding is timed. A ratio is of the speed with speculation to the speed without in the same round; medians over rounds,
-before which every prompt runs once to warm up. Whether both sides gave the same tokens is part of the result.
+Each side has an engine of its own, and in a round each prompt runs on one side and then on the other. Only decoding is
+timed. A ratio is the speed with speculation over the speed without in the same round; figures are medians over the
+rounds, before which every prompt runs once to warm up. The result states whether both sides produced the same tokens.
 
-Prompts are continued as text, because a small model follows such a pattern and not an instruction. Those that copy:
+Prompts are continued as text, because a small model follows such a pattern but not an instruction. Those that copy:
 
     edited file       a file of this package, then its first lines again with one name changed: the rest is the file
     changed JSON      records as JSON, then the same list with another value in the first record
     quoted passage    a passage of a book, then its first sentence in quotes
 
-Those that are free: the beginning of a letter, of an essay and of the book, the last two drawn with a temperature.
+Those that are free: the beginning of a letter, of an essay and of the book, the last two sampled with a temperature.
 
-Every run has a salt of its own: what is looked up is the prompt and what the run itself has said. Rows that are called
-"again" are of a second request with the same prompt and salt, which finds the first one's answer.
+Every run has a salt of its own, so that lookup finds only the prompt and the run's own answer. Rows called "again" are
+for a second request with the same prompt and salt, which finds the first one's answer.
 """
 
 import argparse

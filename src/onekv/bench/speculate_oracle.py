@@ -1,16 +1,16 @@
-"""Decode speed with proposals of which a known share is right, beside plain decoding, through the engine.
+"""Decode speed with proposals of which a known share is right, compared with plain decoding, through the engine.
 
-An answer is recorded without speculation. Then it is proposed, K tokens at a time, each right with a probability SHARE
-and else another token; all of them are verified, whether that pays or not. For every number of sequences there are an
-engine without speculation and one with it, and rounds in which each case has its turn; a ratio is of speeds in the same
-round; medians over rounds, before which every case runs once to warm up.
+An answer is recorded without speculation. Then it is proposed, K tokens at a time, each of them right with probability
+SHARE and otherwise another token; all of them are verified, whether that pays or not. For every number of sequences
+there is an engine without speculation and one with it, and each case runs once per round. A ratio compares speeds of
+the same round; figures are medians over the rounds, before which every case runs once to warm up.
 
-A model of random weights finds many tokens nearly as likely as its best, and where two are too close to be told apart
-the token is computed again alone (doubtful): that would be measured and nothing else. Larger weights of the output
-would not change it, because how far logits may be off grows with them. To be as sure as a trained model, what follows a
-token is decided by the token for the most part (`decided`): embeddings are made as large as what layers add, and each
-row of the output gets a part of the embedding of the token before it in the vocabulary, so that the best logit is some
-standard deviations ahead of the next. Nothing else is changed, and every step computes and reads as much.
+With random weights, many tokens are nearly as likely as the best one, and where two are too close to tell apart, the
+token is recomputed alone (doubtful): the benchmark would measure little else. Larger output weights would not help,
+because the error of the logits grows with them. To make the model as certain as a trained one, each token largely
+determines the next (`decided`): embeddings are as large as what the layers add, and each row of the output layer
+contains part of the embedding of the token before it in the vocabulary, so that the best logit is some standard
+deviations ahead of the next. Nothing else is changed, and every step computes and reads as much as before.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def decided(model: Module) -> Module:
 def measure(
     model: Module, batch: int, context: int, cases: list[tuple[float, int]], tokens: int, rounds: int
 ) -> list[Result]:
-    """Every case of (share, tokens proposed) beside plain decoding of `batch` prompts."""
+    """Every case of (share, tokens proposed), compared with plain decoding of `batch` prompts."""
     plain = _engine(model, batch, context + tokens, "off", 1)
     engine = _engine(model, batch, context + tokens, "auto", max(count for _, count in cases))
     if engine.speculation is None:

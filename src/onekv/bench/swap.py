@@ -1,9 +1,9 @@
-"""The first token after a swap of models, beside loading that model in a fresh process.
+"""Time to first token after a model swap, compared with loading that model in a fresh process.
 
-A model, twice: as its file or folder, and in mlx-lm's format. A server has room for one of them at a time. Requests go
-to both in turn, so that each waits until the other model is unloaded and its own is loaded. The peer is a process that
-has imported everything, then loads the model with the same settings and generates one token; its start is not counted.
-Neither has a disk cache. Rounds of both sides alternate; times are seconds, medians over the rounds.
+A model is used twice: as its file or folder, and in mlx-lm's format. The server has room for one of them at a time.
+Requests go to both in turn, so that each waits until the other model is unloaded and its own is loaded. The peer is a
+process that has imported everything, then loads the model with the same settings and generates one token; its startup
+is not counted. Neither has a disk cache. Rounds of both sides alternate; times are in seconds, medians over the rounds.
 """
 
 import argparse

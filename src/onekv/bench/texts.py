@@ -1,8 +1,8 @@
 """The texts of `onekv bench quality`: prose, code and JSON. Nothing is downloaded.
 
 prose   "Alice's Adventures in Wonderland", shipped with the package (data/README.md)
-code    modules of Python's standard library, as installed: other versions of Python have other text
-json    records made from a seed: keys and shape can be predicted, numbers and names only where they repeat
+code    modules of Python's standard library, as installed: the text depends on the version of Python
+json    records generated from a seed: keys and shape can be predicted, numbers and names only where they repeat
 """
 
 import importlib.util

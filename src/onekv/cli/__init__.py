@@ -1,14 +1,14 @@
 """The `onekv` command.
 
-    __init__      the list of commands; the exit status, and errors that are for people as one line
-    options       arguments that several commands share, and the way from their text to typed settings
-    asking        a server that runs, asked over HTTP
+    __init__      the list of commands; the exit status, and errors for users on one line
+    options       arguments that several commands share, and their conversion from text to typed settings
+    asking        HTTP requests to a running server
     watch         what `top` shows
     generate, chat, serve, launch, ps, top, load, unload, models, plan, doctor, demo, mlx_server, cache, sim, bench
-                  one command each. `define` gives its parser arguments and a `run`, which reads them, has what can be
-                  checked before a model is loaded checked, and passes typed values to what does the work
+                  one command each. `define` adds arguments and a `run` to its parser; `run` reads them, checks what
+                  can be checked before a model is loaded, and passes typed values to the code that does the work
 
-A command's module is imported when that command is given, and what it needs when it runs: neither `onekv --help` nor
+A command's module is imported only for that command, and its dependencies only when it runs: neither `onekv --help` nor
 the help of a command imports MLX.
 """
 

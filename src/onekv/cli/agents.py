@@ -1,9 +1,9 @@
-"""The coding agents that `onekv launch` knows: what each needs, and how it learns where the server is.
+"""The coding agents that `onekv launch` supports: how much context each needs, and how it is pointed at the server.
 
-An agent gets variables, arguments before its own, and files in a folder that is removed afterwards. Nothing of the
-user's is changed, so there is nothing to restore.
+An agent gets variables, arguments before its own, and files in a folder that is removed afterwards. None of the user's
+files are changed, so there is nothing to restore.
 
-A new agent: a function from a `Served` and the folder to a `Setup`, and an entry in `AGENTS`.
+To add an agent: write a function that turns a `Served` and the folder into a `Setup`, and add an entry to `AGENTS`.
 """
 
 import json

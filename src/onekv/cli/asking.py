@@ -1,7 +1,7 @@
-"""Asking a server of ours over HTTP, with the standard library alone: the answer, or an error for people.
+"""HTTP requests to a OneKV server, using only the standard library; failures become errors for users.
 
-`Asking` is one server and what its errors call the flags that name another one. Nothing here imports MLX, nor needs
-what the server needs.
+An `Asking` is one server, with the names of the flags that select another one, for its error messages. Nothing here
+imports MLX or the server's dependencies.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import SettingError
 
-# What is sent where there is no key: clients want one.
+# Sent if there is no key, because clients require one.
 NO_KEY = "none"
 TIMEOUT = 60.0
 
@@ -131,7 +131,7 @@ def chosen(arguments: argparse.Namespace) -> Asking:
     """The server that `add_server`'s flags name, else the one that `onekv serve` starts with the same variables."""
     from ..server.settings import ServerSettings
 
-    # Where that one listens is of no interest here, and so neither whether it needs a key there.
+    # The address that it listens on does not matter here, nor whether it would require a key.
     settings = ServerSettings.resolve({"api_key": arguments.api_key, "host": "127.0.0.1"})
     url = arguments.url or f"http://127.0.0.1:{settings.port}"
     return Asking(url, next(iter(settings.keys()), NO_KEY))

@@ -1,4 +1,4 @@
-"""`onekv cache`: the arguments of its actions; `cache_folder` does them."""
+"""`onekv cache`: the arguments of its actions; `cache_folder` implements them."""
 
 import argparse
 import os

@@ -1,7 +1,7 @@
-"""What `onekv cache` does: look into the folder of a disk cache, check it, empty it.
+"""The actions of `onekv cache`: inspect the folder of a disk cache, verify it, clear it.
 
-`ls` and `stats` read the index alone and work while a server uses the folder. `check` (`onekv cache verify`) and
-`empty` (`onekv cache clear`) take the folder for themselves, and say who has it if that is not possible.
+`ls` and `stats` read only the index and work while a server uses the folder. `check` (`onekv cache verify`) and
+`empty` (`onekv cache clear`) need exclusive access; if another process uses the folder, the error names it.
 """
 
 import json

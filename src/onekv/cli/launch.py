@@ -1,12 +1,13 @@
-"""`onekv launch`: a coding agent on a server of ours.
+"""`onekv launch`: runs a coding agent on a OneKV server.
 
-    check      is there the program; does the model have room for what it sends (the plan, before anything is loaded)
-    serve      the server that answers on --port, or one of our own
-    show       what the agent is given
-    run        the agent, in the foreground: the terminal, its Ctrl-C included, is the agent's alone
-    end        our server is stopped, the folder removed; how much was cached; the agent's exit status is ours
+    check      whether the program is installed, and whether its requests fit (from the plan, before anything is loaded)
+    serve      use the server that answers on --port, or start one
+    show       print what the agent is given
+    run        run the agent in the foreground: it has the terminal to itself, including Ctrl-C
+    end        stop the server if it was started here, remove the folder, print how much was cached, and exit with the
+               agent's status
 
-With --print nothing is started, fetched or written.
+With --print nothing is started, downloaded or written.
 """
 
 import argparse
@@ -118,7 +119,7 @@ def _serve_command(arguments: argparse.Namespace, models: list[str], port: int) 
 
 
 def _running(server: Asking, wanted: str | None) -> Served | None:
-    """The server that answers there, with the model that is `wanted`, or its first; None if nobody answers.
+    """The server that answers there, with the model that is `wanted`, or its first; None if there is no answer.
 
     Raises SettingError if it is none of ours, not ready, or does not have that model.
     """
@@ -162,7 +163,7 @@ def _server(running: Served | None, command: list[str], asking: Asking, grace: i
     path = cache_dir() / f"launch-{asking.url.rpartition(':')[2]}.log"
     print(f"onekv: starting the server; its log is {path}", file=sys.stderr)
     with path.open("w") as log:
-        # In a group of its own: Ctrl-C is for the agent.
+        # In a separate process group: Ctrl-C is for the agent.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
     try:
         yield _ready(process, asking, path)

@@ -1,4 +1,4 @@
-"""`onekv mlx-server`: mlx_lm.server, which has its own parser; its flags are given as they are to `serve`."""
+"""`onekv mlx-server`: mlx_lm.server, which has its own parser; its flags are passed to `serve` unchanged."""
 
 import argparse
 

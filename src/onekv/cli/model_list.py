@@ -1,6 +1,6 @@
-"""What `onekv models` does: list what the caches have, show one, fetch one, remove one.
+"""The actions of `onekv models`: list the models in the caches, show one, download one, remove one.
 
-`ls` and `rm` import no MLX. `show` needs it for the plan, which is made from the shapes of the weights.
+`ls` and `rm` do not import MLX. `show` needs it for the plan, which is made from the shapes of the weights.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`onekv models`: the arguments of its actions; `model_list` does them."""
+"""`onekv models`: the arguments of its actions; `model_list` implements them."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the way from their text to typed settings."""
+"""Arguments that several commands share, and their conversion from text to typed settings."""
 
 import argparse
 from collections.abc import Callable

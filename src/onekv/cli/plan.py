@@ -1,4 +1,4 @@
-"""`onekv plan`: where the memory would go."""
+"""`onekv plan`: how memory would be used."""
 
 import argparse
 

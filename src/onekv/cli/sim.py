@@ -14,10 +14,10 @@ def define(command: argparse.ArgumentParser) -> None:
     text = "the first seed; default: random, and printed"
     command.add_argument("--seed", type=options.count, metavar="N", help=text)
     options.add_count(command, "--seeds", 1, "seeds", "number of seeds to run, one after another")
-    options.add_count(command, "--steps", 5000, "steps", "of the engine, for each seed")
+    options.add_count(command, "--steps", 5000, "steps", "steps of the engine for each seed")
     text = "start no new seed after this time; default: no limit"
     command.add_argument("--seconds", type=options.count, metavar="SECONDS", help=text)
-    options.add_count(command, "--processes", 1, "processes", "run concurrently")
+    options.add_count(command, "--processes", 1, "processes", "number of concurrent processes")
     command.add_argument("--replay", metavar="FILE", help="rerun the recorded script of a failed seed")
 
 

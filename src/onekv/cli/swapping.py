@@ -1,4 +1,4 @@
-"""What `onekv ps`, `load` and `unload` share: the models of a server, from /admin/models, and changes to them."""
+"""Shared by `onekv ps`, `load` and `unload`: the models of a server, from /admin/models, and changes to them."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""`onekv top`: a server that runs, live, in a terminal."""
+"""`onekv top`: a live view of a running server in a terminal."""
 
 import argparse
 import sys

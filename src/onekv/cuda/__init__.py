@@ -1,4 +1,5 @@
-"""CUDA kernels: what all of them are made of (source.py, mma.cu), and products of few rows (products.py, product.cu).
+"""CUDA kernels: shared building blocks (source.py, mma.cu), and matrix products with few rows (products.py,
+product.cu).
 
-Those of attention are where attention is.
+Attention kernels are in `memory/attention/cuda`.
 """

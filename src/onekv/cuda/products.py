@@ -1,12 +1,13 @@
-"""Products of few rows with weights, as a CUDA kernel: as fast as weights are read, and little for the host to do.
+"""Matrix products of few rows with weights, as a CUDA kernel: as fast as weights can be read, with little work for the
+host.
 
-MLX leaves a product of several rows to cuBLAS and looks for an algorithm at every call: 20 us of the host's time, where
-starting a kernel takes 9 (one H200, benchmarks/). With eight rows that is what limits a decode step. Here a thread
-block has sixteen outputs or a few times that: its warps share the inputs, multiply on the tensor cores with sums in
-float32, and add up in an order that depends on the weights' shape alone. So a row comes to the same, bit for bit,
-whatever rows are beside it, one row included: several tokens of a sequence in one step are what they would be one at a
-time (docs/speculation.md). Where several layers share their input, their outputs are apart (`ends`): what
-comes next would copy columns of a joint one.
+MLX uses cuBLAS for a product of several rows and searches for an algorithm at every call: 20 us of host time, where
+launching a kernel takes 9 (one H200, benchmarks/). With eight rows, that limits the decode step. Here a thread block
+computes sixteen outputs or a small multiple: its warps share the inputs, multiply on the tensor cores with sums in
+float32, and add up in an order that depends only on the shape of the weights. So the result for a row is bit for bit
+the same whatever other rows there are, if any: several tokens of a sequence in one step give the same results as one at
+a time (docs/speculation.md). If several layers share their input, their outputs are separate (`ends`): whatever uses
+them next would have to copy columns of a joint output.
 """
 
 from functools import cache

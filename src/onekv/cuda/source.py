@@ -1,8 +1,8 @@
-"""The source of CUDA kernels: bodies and helpers in .cu files of a package, and what is put before them.
+"""The source of CUDA kernels: bodies and helpers in .cu files of a package, and the text that precedes them.
 
-MLX makes a kernel's signature from the names of its inputs and outputs; a file is a body, or a part of one. A line
-`#include "name.cu"` stands for that file. Shapes and settings come as constants (`define`): one kernel for every
-combination.
+MLX generates a kernel's signature from the names of its inputs and outputs; a file is a body, or a part of one. A line
+`#include "name.cu"` is replaced by that file. Shapes and settings are constants (`define`): there is one kernel for
+every combination.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Reads what the blocks contain: the whole prefix tree, or everything known about one block.
 
-Both run in the engine's thread, in slices: these generators yield every few nodes and are resumed between later steps
+Both run in the engine's thread, in slices: the generators yield every few nodes and are resumed between later steps
 (`Backend.in_slices`), so a step is delayed by about 0.1 ms however large the tree is. Nodes that are evicted between
 two slices are left out. The results are immutable and include the tokens; the caller decides who may read them.
 """

@@ -1,9 +1,10 @@
-"""How far a model with encoded KV is from the same model with plain KV: the Kullback-Leibler divergence of its next
-tokens' distributions, in nats.
+"""How far a model with encoded KV diverges from the same model with plain KV: the Kullback-Leibler divergence of its
+next-token distributions, in nats.
 
 At load, the beginning of the calibration text is read twice, side by side: with the engine's own memory, and with
-mlx-lm's caches. Some small models fail outright with 4-bit keys; most lose little. Centres of keys come from the same
-text, and it is short: other texts may lose more. So this detects models that fail; it does not measure quality.
+mlx-lm's caches. Some small models fail outright with 4-bit keys; most lose little. The centres of keys come from the
+same text, and it is short: the loss may be larger on other texts. So this detects models that fail; it does not measure
+quality.
 
 It stays within the workspace of the plan: logits of a few tokens at a time, and plain KV of `LENGTH` tokens.
 """

@@ -1,12 +1,12 @@
-"""What is known of a model from the last time that it was loaded, so that it need not be found out again.
+"""What is known of a model from its last load, so that it need not be determined again.
 
-The same weights, run in the same way on the same device, do the same: whether rows can be decoded together, how far
-several tokens in a step are from one at a time, what the weights' digest is. `Known` belongs to whoever loads a model
-again and again; a server has one for each of its models, for as long as it runs. It has verdicts and numbers alone, a
-few kilobytes: neither weights nor KV, and nothing that holds them.
+The same weights, run in the same way on the same device, behave the same: whether rows can be decoded together, how far
+several tokens in a step are from one at a time, what the weights' digest is. A `Known` belongs to the code that loads a
+model repeatedly; a server has one for each of its models, for as long as it runs. It contains only verdicts and
+numbers, a few kilobytes: neither weights nor KV, and no references to them.
 
-It is used by the thread that loads the model. What it knows is of one model and one set of settings (`see`); of
-another, or of files that have changed, it knows nothing.
+It is used by the thread that loads the model. Its contents are valid for one model and one set of settings (`see`); if
+these or the files change, it is reset.
 """
 
 from dataclasses import dataclass

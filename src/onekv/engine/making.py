@@ -1,4 +1,4 @@
-"""From settings to speculation, or to the reason why there is none."""
+"""Sets up speculation from the settings, or gives the reason why there is none."""
 
 from ..config import Settings
 from ..errors import SettingError

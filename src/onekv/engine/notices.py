@@ -1,4 +1,4 @@
-"""What a user should know of a model before it runs: what will be slow, or worse than it could be."""
+"""Warnings about a model before it runs: what will be slow, or worse than necessary."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""From a request's tokens to text, with stop strings, delta by delta.
+"""Turns a request's tokens into text, delta by delta, with stop strings.
 
-Text that may be the beginning of a stop string is held back until it is known not to be. However it is split into
-deltas, they add up to the text before the first complete stop string.
+Text that may be the beginning of a stop string is held back until it is known not to be. However the text is split,
+the deltas add up to the text before the first complete stop string.
 """
 
 from collections.abc import Sequence

@@ -65,7 +65,7 @@ class Sampling:
     logprobs: int | None = None
 
     def of_answer(self, index: int) -> "Sampling":
-        """For one of several answers to a prompt: they differ, even when there is a seed."""
+        """The sampling for one of several answers to a prompt: they differ even if there is a seed."""
         return self if self.seed is None else replace(self, seed=self.seed + index)
 
     @property

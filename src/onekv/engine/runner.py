@@ -45,7 +45,7 @@ from .selftest import (
 from .speculation.draft import Drafting
 from .speculation.verify import Row, Verification
 
-# Whether several prompts are stored in one pass. It is meant for GPUs, where nobody has measured it yet.
+# Whether several prompts are stored in one pass. On a GPU it is faster, but takes more memory than planned.
 TOGETHER = False
 
 

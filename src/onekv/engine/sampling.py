@@ -1,7 +1,7 @@
 """Choosing tokens for all rows of a batch.
 
-Every request samples from its own stream of random numbers (its seed and the number of the token), so its tokens do not
-depend on the other requests in the batch. Reported log probabilities are the model's own, before any rule.
+Every request samples from its own stream of random numbers (its seed and the token's index), so its tokens do not
+depend on the other requests in the batch. Reported log probabilities are the model's own, before any rule is applied.
 
 Logits that were not computed one token at a time may differ by rounding. With such a `tolerance`, each row also reports
 whether any logits within it would have given the same token: its `margin` is the distance, as a change of all logits,

@@ -16,11 +16,11 @@ place where a request changes its state:
     running     it gets a token in every step
 
 The next chunk goes to the prompt that is closest to its first token, or whose follower is. One of every `TURNS` chunks
-goes to the oldest prompt, whatever arrives. So a short prompt that meets a long one gets its first token once the chunk
-in flight and its own are done, and one chunk later if TURNS - 1 others have overtaken the oldest prompt, which is next
-then. A prompt with c chunks, with w chunks in older prompts before it, is stored after at most TURNS * (c + w) chunks.
-Chunks of other prompts may be stored in the same pass (chunks.py): that takes no longer
-than one full-size chunk, uses up no turn, and counts as one chunk here.
+goes to the oldest prompt, whatever arrives. So a short prompt that arrives during a long one gets its first token once
+the chunk in flight and its own are done, or one chunk later if TURNS - 1 others have overtaken the oldest prompt, whose
+turn it then is. A prompt with c chunks, with w chunks in older prompts before it, is stored after at most TURNS * (c +
+w) chunks. Chunks of other prompts may be stored in the same pass (chunks.py): that takes no longer than one full-size
+chunk, uses up no turn, and counts as one chunk here.
 """
 
 from collections import deque

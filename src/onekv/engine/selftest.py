@@ -2,8 +2,8 @@
 
 Nearly all of mlx-lm's models accept one position per row and pass what a cache returns straight to attention. Some need
 a plain number, some derive positions from the shape of what they read and would be silently wrong in a batch, some use
-what a cache returns elsewhere. Decoding two short sequences in each way shows it. They are stored like any other
-sequence: in chunks of the plan, and shorter if the pool is that small.
+what a cache returns elsewhere. Decoding two short sequences in each way reveals this. They are stored like any other
+sequence, in chunks of the planned size, and are shorter if the pool is small.
 """
 
 from collections.abc import Iterable
@@ -235,7 +235,7 @@ def store(model: Module, memory: KVMemory, sequences: list[Sequence], tokens: li
     counts = [len(row) for row in tokens]
     width = max(counts)
     padded = [row + [0] * (width - len(row)) for row in tokens]
-    # A kernel that stores single tokens does so when its output is computed; else nobody needs logits.
+    # A kernel stores single tokens when its output is computed; otherwise no logits are needed.
     logits = memory.run(model, mx.array(padded), sequences, counts, logits=width == 1)
     settle(memory.arrays(), logits if width == 1 else None)
 

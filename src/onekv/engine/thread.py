@@ -8,8 +8,8 @@ when, can be read at any time (`doing`), even in the middle of a step that hangs
     job     submitted -> waiting -> prefilling -> running -> ended: End | error
                  \\_ rejected at once: too long, or queue full      \\_ cancelled: End("cancelled")
 
-If the engine cannot continue, the thread ends, and every job with it: nobody waits for a thread that is gone. Nor does
-`stop` wait for one that is stuck: it is left as it is, for the process to end.
+If the engine cannot continue, the thread ends, and every job with it: nothing waits for a thread that has ended. Nor
+does `stop` wait for one that is stuck, which ends with the process.
 """
 
 import logging
@@ -35,8 +35,8 @@ log = logging.getLogger("onekv.engine")
 Result = TypeVar("Result")
 
 
-# How old a snapshot of the engine may become while somebody is watching or something runs, and for how long after a
-# look somebody counts as watching.
+# How old a snapshot of the engine may become while there are watchers or something runs, and for how long after a
+# look its caller counts as a watcher.
 VIEW_SECONDS, WATCH_SECONDS = 0.25, 5.0
 # Between two attempts to copy blocks to a colder tier if there is nothing else to do.
 SHARE_SECONDS = 0.01
@@ -74,7 +74,7 @@ class EngineThread:
         # When running jobs are cancelled, once it is stopping.
         self._deadline = math.inf
         self._view: View | None = None
-        # Until when somebody counts as watching, and as watching the state of every block.
+        # Until when there are watchers, and watchers of the state of every block.
         self._watched, self._blocks_watched = -math.inf, -math.inf
         # Whether the engine could not continue.
         self.failed = False

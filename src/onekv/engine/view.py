@@ -35,6 +35,8 @@ class MemoryStats:
 
 @dataclass(frozen=True, repr=False)
 class Stats:
+    """The state of the engine and its caches, as plain figures."""
+
     pools: tuple[PoolStats, ...]
     memory: MemoryStats
     # None when the prefix cache is off.

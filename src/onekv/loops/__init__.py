@@ -1,8 +1,8 @@
-"""Loops that numba compiles, for the CPU: whether they can be used here, and how they are called.
+"""Loops for the CPU that are compiled by numba: whether they can be used here, and how they are called.
 
-MLX has no way to put such loops into its graph, so they run on the memory of evaluated arrays, outside of it. What is
-compiled is kept on disk (`files`) and made again when the file it is in changes: so a file of loops calls nothing
-compiled that is elsewhere. Nothing here imports numba before a loop is called.
+MLX's graph cannot contain such loops, so they run outside of it, on the memory of evaluated arrays. Compiled code is
+cached on disk (`files`) and compiled again when its source file changes, so a file of loops must not call compiled
+functions of other files. Nothing here imports numba before a loop is called.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""What numba has compiled, on disk: one file for each loop, version of its source and signature.
+"""The on-disk cache of compiled loops: one file for each loop, version of its source and signature.
 
-numba keeps an index of numbered files instead, without a lock. Two processes that compile one loop for two signatures
-at the same time take the same number, and from then on one signature runs the machine code of the other: wrong numbers,
-or a crash, until somebody deletes the files. Here a file's name says what is in it, so there is nothing to agree on. A
-file appears whole, by renaming, and begins with a digest of the rest: what is damaged is compiled again. A file that
-cannot be written is a warning; the process continues with what it has in memory.
+numba's own cache has an index of numbered files, without a lock. Two processes that compile a loop for two signatures
+at the same time use the same number, and from then on one signature runs the machine code of the other: wrong results,
+or a crash, until the files are deleted. Here a file's name identifies its contents, so no coordination is needed. A
+file is created atomically by renaming, and begins with a digest of the rest: damaged files are compiled again. If a
+file cannot be written, that is a warning; the process continues with what it has in memory.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""The graph of a function of MLX's arrays, as operations on numbered values.
+"""The graph of a function of MLX arrays, as operations on numbered values.
 
-MLX gives it (`mx.export_function`). What does not depend on the inputs is computed at once, and an operation of the
-same inputs is there once: the angles of RoPE, say, which every layer computes.
+It comes from MLX (`mx.export_function`). Whatever does not depend on the inputs is computed at once, and identical
+operations on the same inputs are merged, such as the angles of RoPE, which every layer computes.
 """
 
 import threading
@@ -133,7 +133,7 @@ class Graph:
         if name in BROADCASTS:
             return self._alias(inputs[0], shape)
         if name == "Depends":
-            # What it waits for besides is computed for its own sake, or for nobody's.
+            # Its other inputs are computed if they are needed elsewhere; otherwise not at all.
             return self._alias(inputs[index], shape)
         if name in ELEMENTWISE or name == "AsType":
             call = ELEMENTWISE[name](*arguments) if name in ELEMENTWISE else lambda x: x.astype(dtype)

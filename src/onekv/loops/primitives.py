@@ -1,7 +1,7 @@
-"""MLX's primitives as calls of NumPy: those that decode steps of language models are made of.
+"""MLX's primitives as NumPy calls: those that occur in decode steps of language models.
 
-Each entry makes a call from a primitive's arguments, as MLX exports them, and the shape of its output. What is not in
-the tables cannot be run (`program`). Elementwise calls are left to broadcast by themselves.
+Each entry turns a primitive's arguments, as MLX exports them, and the shape of its output into a call. Primitives that
+are not in the tables cannot be run (`program`). Elementwise calls broadcast by themselves.
 """
 
 from collections.abc import Callable

@@ -6,18 +6,18 @@ packed ones are unpacked in registers.
     multiply_packed8    8 bits
     unpack4, unpack8    the same as float32, for many rows, which BLAS multiplies faster
 
-A packed weight is q * scale + bias, each operation rounded, as `mx.dequantize` has it. Products are those of these
-weights: NaN and infinities come out as they would.
+A packed weight is q * scale + bias, each operation rounded, as in `mx.dequantize`. Products use exactly these weights,
+so NaN and infinities propagate as usual.
 
-Each result is one sum, and its order depends on the length of a row alone: blocks of 32 numbers, one after the other,
-each as two vectors of 16 that are multiplied and added to 16 sums; these are added in halves; then the numbers after
-the last whole block. So a row gives the same alone and among others, by one thread and by several.
+Each result is one sum, whose order depends only on the length of a row: blocks of 32 numbers, one after the other, each
+as two vectors of 16 that are multiplied and added to 16 sums; these are added in halves; then the numbers after the
+last whole block. So the result for a row is the same alone and in a batch, with one thread and with several.
 
-numba leaves the order of sums, and whether there are vector instructions at all, to LLVM's judgement of a loop. Here
-the innermost loops are written in LLVM's own instructions (`_tile`), on vectors of 16 floats, which LLVM takes apart
-where the processor has shorter ones. A tile is the product of a few rows with a few columns: the more rows, the less
-unpacking for each; and it stays in registers. No fast-math rules are used. What is compiled is kept on disk, and made
-again when this file changes: so it calls nothing compiled that is elsewhere.
+numba leaves the order of sums, and whether vector instructions are used at all, to LLVM. Here the innermost loops are
+written in LLVM IR (`_tile`), on vectors of 16 floats, which LLVM splits if the processor's are shorter. A tile is the
+product of a few rows with a few columns: the more rows, the less unpacking for each; and it stays in registers. No
+fast-math rules are used. Compiled code is cached on disk and compiled again when this file changes, so it must not call
+compiled functions of other files.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""Products of a few rows with the weights of MLX's layers, by compiled loops, on the memory that the layers have.
+"""Products of a few rows with the weights of MLX layers, by compiled loops, on the layers' own memory.
 
-Weights stay as they are: float32, float16, bfloat16, or packed by affine quantization with 4 or 8 bits. What is
-multiplied is float32, and so is the result. The loops are for a few rows; for many, as of a prompt, BLAS is faster,
-with weights that are unpacked first.
+Weights stay as they are: float32, float16, bfloat16, or packed by affine quantization with 4 or 8 bits. Inputs and
+results are float32. The loops are for a few rows; for many, as in prefill, BLAS with unpacked weights is faster.
 """
 
 import functools
@@ -64,7 +63,7 @@ class Product(ABC):
         self.n, self.k, self._nbytes, self._bias = n, k, nbytes, bias
 
     def __call__(self, x: Floats) -> Floats:
-        """`x` [rows, k], to [rows, n]. What a row gives depends on nothing beside it."""
+        """`x` [rows, k], to [rows, n]. The result for a row does not depend on the other rows."""
         out = np.empty((len(x), self.n), np.float32)
         self.multiply(np.ascontiguousarray(x), out)
         return out

@@ -1,22 +1,22 @@
-"""A function of MLX's arrays as a list of steps outside of MLX, for few rows on a CPU.
+"""A function of MLX arrays as a list of steps that run outside of MLX, for few rows on a CPU.
 
-A decode step of one row is some thousand small operations and some hundred products with weights. MLX hands each
-evaluation to a thread of its own, which costs more than most of these operations, and its products of one row reach a
-fraction of what memory gives. So the function is called once, MLX gives its graph (`graph`), and from then on it is run
-here:
+A decode step of one row consists of some thousand small operations and some hundred products with weights. MLX hands
+each evaluation to a separate thread, which costs more than most of these operations, and its products of one row reach
+only a fraction of the memory bandwidth. So the function is called once, its graph is exported by MLX (`graph`), and
+from then on it is run here:
 
     products    with weights, by the loops of `products`; weights are views of MLX's memory, never copies
     tapes       of small operations in float32, many in one call of a compiled loop (`tape_kernel`)
-    views       reshaped, transposed, cut: nothing to do, known when the program is made
+    views       reshaped, transposed, sliced: no work, resolved when the program is built
     the rest    by NumPy (`primitives`)
 
-Every value has its place from the start: those in float32 in one array, `arena`, where places are used again once
-nobody reads them. Nothing is allocated by a run but by NumPy in between. Outputs come in sections, in order: what a
-section needs and no earlier one has computed is computed in it. Between two sections the caller may use what one gave,
-before it runs the next, and set inputs that a later one needs: that is where attention goes.
+The place of every value is fixed in advance: float32 values are in one array, `arena`, whose space is reused once a
+value is no longer read. A run allocates nothing, except inside NumPy. Outputs come in sections, in order: each section
+computes what it needs and no earlier one has computed. Between two sections, the caller may use the outputs of the
+first and set inputs that a later one needs: this is where attention takes place.
 
-Only float32 (and integers) can be run: NumPy has no bfloat16. What cannot be run raises Unsupported when the program is
-made, never later.
+Only float32 (and integers) are supported: NumPy has no bfloat16. Anything unsupported raises Unsupported when the
+program is built, never later.
 """
 
 import math

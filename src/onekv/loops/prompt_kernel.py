@@ -1,7 +1,8 @@
-"""What prompts need beside products, compiled by numba: weights of attention scores, and gated activations.
+"""Operations of prefill other than products, compiled by numba: attention weights from scores, and gated activations.
 
-By one thread: BLAS, which comes before and after, has threads of its own that stay on their cores for a while. What is
-compiled is kept on disk, and made again when this file changes: so it calls nothing compiled that is elsewhere.
+They use one thread: BLAS, which runs before and after, has threads of its own that occupy their cores for a while.
+Compiled code is cached on disk and compiled again when this file changes, so it must not call compiled functions of
+other files.
 """
 
 from typing import Any

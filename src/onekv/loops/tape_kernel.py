@@ -1,12 +1,12 @@
-"""Small operations one after the other, compiled by numba: a tape of them is one call.
+"""Sequences of small operations, compiled by numba: a whole tape of them is one call.
 
-All operands are in one array of float32. A line of the tape says what is done, in which shape, and where the output and
-both inputs are:
+All operands are in one float32 array. A line of the tape encodes the operation, the shape, and the places of the output
+and both inputs:
 
     code | shape [4] | out: offset, strides [4] | a: offset, strides [4] | b: offset, strides [4]
 
-Shapes are filled up with ones at the front, and a stride of 0 repeats. What is compiled is kept on disk, and made again
-when this file changes: so it calls nothing compiled that is elsewhere.
+Shapes are padded with ones at the front, and a stride of 0 repeats a value. Compiled code is cached on disk and
+compiled again when this file changes, so it must not call compiled functions of other files.
 """
 
 from typing import Any

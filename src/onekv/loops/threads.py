@@ -1,9 +1,9 @@
-"""How many threads loops have: all, or one where that is faster.
+"""How many threads loops use: all cores, or one thread if that is faster.
 
-A loop ends when the last of its threads does. Where other programs want the cores, too, a thread waits for its turn,
+A loop ends when the last of its threads does. If other programs compete for the cores, a thread waits to be scheduled,
 some milliseconds each time, and a step of some hundred loops takes many times as long as with one thread. So both are
-timed: a step now and then is made with the other number, ever less often while that is not faster. What loops compute
-does not depend on it.
+timed: an occasional step uses the other number, less and less often while that is not faster. Results do not depend on
+the number.
 """
 
 import functools

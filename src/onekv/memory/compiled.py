@@ -1,9 +1,9 @@
-"""Decode steps of one model as compiled functions: the graph of a step is made once, not for every token.
+"""Decode steps of one model as compiled functions: the graph of a step is built once, not for every token.
 
-There is a function for each shape of a step (`traced`). Shapes are rounded, so that growing sequences change them
-seldom, and so is the number of rows, so that requests that come and go do not: a function that is not there yet is made
-by calling the model once, with arrays that stand for what changes, which takes as long as several steps. While it is,
-the model is watched (`traces`), so that kernels can do what leads up to them.
+There is a function for each shape of a step (`traced`). Shapes are rounded up, so that they seldom change as sequences
+grow; so is the number of rows, so that it seldom changes as requests start and end. A new function is built by calling
+the model once, with placeholder arrays for everything that changes, which takes as long as several steps. Meanwhile the
+model is traced (`traces`), so that kernels can include the operations that produce their inputs.
 """
 
 from collections import OrderedDict

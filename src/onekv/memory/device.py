@@ -1,4 +1,4 @@
-"""On what MLX computes. Asked for when a model is loaded: what is chosen by it stays."""
+"""The device that MLX computes on. It is queried when a model is loaded; choices based on it are final."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""What the memory holds at one moment, as plain figures."""
+"""The state of the memory at one moment, as plain figures."""
 
 from dataclasses import dataclass
 

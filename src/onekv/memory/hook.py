@@ -1,7 +1,8 @@
 """Lets a model's own attention calls reach the pool, without touching the model.
 
 mlx-lm's model files import the name `scaled_dot_product_attention` from `mlx_lm.models.base`. In the modules of the
-loaded model's layers that name is replaced, once, by a function that asks our layer first and else does what it did.
+loaded model's layers, that name is replaced, once, by a function that asks our layer first and otherwise calls the
+original.
 """
 
 import sys

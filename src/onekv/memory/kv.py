@@ -1,8 +1,8 @@
 """The KV memory of one model: pools, the caches the model sees, and the sequences that are open.
 
-The way of a forward pass: `step` makes room in the tables, brings the recurrent states of those sequences into the
-layers, and makes the step current; the model runs; the sequences are longer by what was stored. Everything is lazy
-until the caller evaluates `arrays()`, except where layers are `eager`.
+A forward pass: `step` makes room in the tables, loads the recurrent states of those sequences into the layers, and
+makes the step current; the model runs; the sequences grow by what was stored. Everything is lazy until the caller
+evaluates `arrays()`, except where layers are `eager`.
 """
 
 from collections.abc import Callable, Iterable, Iterator

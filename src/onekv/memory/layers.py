@@ -1,8 +1,8 @@
 """What mlx-lm's models see: objects with the protocol of its caches, backed by the pool.
 
-There is one such object per layer for the whole life of the model. None of them holds tokens: which sequences a call
-is about comes from the current `Step`, where the layer's KV is and how it is written and read is `LayerKV`'s part, and
-attention over it that of the layer's backends. They define no `__len__`: mlx-lm would take an empty one for no cache.
+There is one such object per layer for the whole life of the model. None of them holds tokens: the current `Step` says
+which sequences a call is for, `LayerKV` where the layer's KV is and how it is written and read, and the layer's
+backends compute attention over it. They define no `__len__`, because mlx-lm treats an empty cache as no cache.
 """
 
 import mlx.core as mx
@@ -46,7 +46,7 @@ class PagedLayer(Attends):
         self.attended = False
         self.eager = any(backend.eager for backend in backends)
         self.stores = any(backend.stores for backend in backends)
-        # Whether nobody has put another backend before OneKV's own.
+        # Whether no other backend precedes OneKV's own.
         self.stock = all(type(backend).__module__.startswith(__package__) for backend in backends)
 
     @property

@@ -1,8 +1,8 @@
 """Decode steps of one model by NumPy and compiled loops, on CPU: the whole step, without MLX.
 
-The model is called once for each number of rows, with arrays that stand for what changes, and what it does becomes a
-`Program`. Attention is not part of that: a layer that is asked to attend tells what it was given, and what it gives is
-an input of the program (`Recorder`). So a step is
+The model is called once for each number of rows, with placeholder arrays for everything that changes, and its
+operations become a `Program`. Attention is not part of it: a layer's attention inputs are outputs of the program, and
+its result is an input (`Recorder`). So a step is
 
     section 0    from tokens and positions to the first layer's queries, keys and values
     attention    stores the new token in the pool and attends over it, by compiled loops
@@ -10,8 +10,8 @@ an input of the program (`Recorder`). So a step is
     ...
     the last     to the logits
 
-Nothing of the pool is in a program, and views of its arrays end with the call: MLX would copy the pool at its next
-write. A step is done when the call returns (`eager`).
+A program has no references to the pool, and views of the pool's arrays end with the call: otherwise MLX would copy the
+pool at its next write. A step is complete when the call returns (`eager`).
 """
 
 from collections import defaultdict

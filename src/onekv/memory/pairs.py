@@ -1,8 +1,7 @@
 """All (row, block) pairs of a step, as index arrays for attention over the pool.
 
-They stay valid as long as the tables hold the same blocks. A `Grid`, [rows, blocks of the longest row], is what there
-always is; where rows are of very different lengths and most of it would be padding, its `PairList`, [pairs], is better
-to compute with.
+They stay valid as long as the tables hold the same blocks. There is always a `Grid`, [rows, blocks of the longest row];
+if rows have very different lengths and most of it would be padding, its `PairList`, [pairs], is more efficient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ LEAST = 256
 SHARED = 256
 
 Made = TypeVar("Made")
-# Whether rows of one sequence are read as each would be alone, where there is a kernel for that.
+# Whether rows of one sequence are read as each would be alone, if there is a kernel for that.
 _alike = True
 
 

@@ -1,21 +1,21 @@
 """What one forward pass needs to know, built once and used by every layer.
 
-A step is one or several sequences, each with any number of new tokens of its own. The model gets them as rows of one
-width, `count`, the most of them; what it is given after a row's own tokens is neither stored nor read by anyone, and
-what it makes of that is for nobody. For one sequence `offset` is a plain int (some models need that); for several it is
-an array with one position per row.
+A step is one or several sequences, each with any number of new tokens. The model gets them as rows of equal width,
+`count`, the largest number; the padding after a row's own tokens is neither stored nor read, and the output for it is
+ignored. For one sequence `offset` is a plain int (some models require that); for several it is an array with one
+position per row.
 
-A step that is `spread` makes every new token a row of its own, with one token, at its own position: what decodes one
-token of each of several sequences then decodes several tokens of one. Rows of one sequence have the same table; all of
-them are stored before the first one reads, and each reads up to its own position.
+In a step that is `spread`, every new token is a row of its own, with one token at its own position: code that decodes
+one token of each of several sequences can then decode several tokens of one. Rows of one sequence have the same table;
+all of them are stored before the first one reads, and each reads up to its own position.
 
 Reading is described by slots, the columns of a pool array. For one sequence they are exactly what the queries of this
 step may read, in order of position, without padding:
 
     positions   [0, keep)  [first, length + count)        first = what the rule lets the first query read
 
-For several sequences each row is its blocks, padded with its last block to the longest row, and masked. Where nothing
-is stored yet of any of them (`fresh`), they read as one does: the tokens of the step, each those before it.
+For several sequences, each row reads its blocks, padded with its last block to the longest row, and masked. If nothing
+is stored yet of any of them (`fresh`), each reads the tokens of the step up to its own.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""A decode step as a function that is compiled sees it: arrays stand for all that changes from step to step.
+"""A decode step as a compiled function sees it: placeholder arrays for everything that changes from step to step.
 
 Positions, blocks and work are inputs of the function, and so are the pool's arrays: a compiled function that kept one
-as a constant would make the next write copy it. What else a step knows follows from the shapes of its inputs, so the
-function serves every step of these shapes (`GroupShape`). Rows are rounded up, too: those of padding have position -1,
-where nothing is read or stored. A traced step has no numbers: whoever asks for one, or writes
-to the pool by an operation of MLX, cannot be compiled, and gets Untraceable.
+as a constant would make the next write copy it. Everything else follows from the shapes of the inputs, so the function
+serves every step with these shapes (`GroupShape`). The number of rows is rounded up, too: padding rows have position
+-1, for which nothing is read or stored. A traced step has no concrete numbers: code that needs one, or writes to the
+pool with an MLX operation, cannot be compiled, and gets Untraceable.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Untraceable(Exception):
 
 
 class KeyAdded(Untraceable):
-    """A layer asks for a work that nobody had asked for before; the next time it is there."""
+    """A layer requests a work list that was not requested before; it is available the next time."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""Who reads what in one launch of a decode kernel: a list of pieces of work, each of some rows over some blocks.
+"""The work of one launch of a decode kernel: a list of pieces, each of which is some rows that read some blocks.
 
-Rows that start with the same blocks (one system prompt, the branches of a conversation) read those together, once.
-Blocks that a row shares with others and those of its own are different segments; a segment is cut into pieces so that
-there are enough of them for the device. What a piece gives a row is a part, and a row's output is joined from its
-parts. As one array of integers:
+Rows that start with the same blocks (a system prompt, the branches of a conversation) read these together, once. Blocks
+that a row shares with others and its own blocks are different segments; a segment is divided into enough pieces for the
+device. The result of a piece for one row is a part, and a row's output is joined from its parts. As one array of
+integers:
 
     header [8]      pieces, and where the following begin: rows, ids, base, ranges, order; parts
     pieces [., 5]   first block, blocks, first row, rows, first part: that of its i-th row is i further on
@@ -12,12 +12,13 @@ parts. As one array of integers:
     ranges [. + 1]  row r's parts are those of `order` from ranges[r] to ranges[r + 1]
     order           parts, row by row
 
-Rows that are tokens of one sequence are read so that each comes to what it would be alone, bit for bit (`Tokens`): they
-are cut as they would be then, and only those that are cut alike are in one piece, as many as fit one tile of queries.
+Rows that are tokens of one sequence are read so that the result for each is bit for bit what it would be alone
+(`Tokens`): they are divided in the same way as then, and only rows that are divided alike are in one piece, as many as
+fit into one tile of queries.
 
-The array's length and the numbers of pieces and of parts are rounded up: a function that was compiled for them serves
-while sequences grow. Pieces beyond the real ones are to be skipped. So is the number of rows: each row of padding has a
-piece of its own, over a block that it does not read.
+The array's length and the numbers of pieces and parts are rounded up, so that a compiled function remains usable as
+sequences grow; pieces beyond the real ones are skipped. The number of rows is rounded up as well: each padding row has
+a piece of its own, over a block that it does not read.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ HEADER, PIECE = 8, 5
 class Kernel:
     """What work depends on besides the blocks: for whom it is cut."""
 
-    # Of the layer: each KV head is a launch of its own.
+    # Of the layer: there is one launch for each KV head.
     heads: int
     # Rows that may be in one piece.
     most: int

@@ -1,4 +1,4 @@
-"""Drop-in classes for programs written on mlx-lm: the same names and behaviour, every token's KV once in memory.
+"""Drop-in classes for programs written for mlx-lm: the same names and behaviour, every token's KV once in memory.
 
     import onekv.mlx_lm
     onekv.mlx_lm.install()
@@ -7,14 +7,14 @@ After that mlx-lm's own `make_prompt_cache`, generators and server use them; `RE
 of mlx-lm are OneKV's. Each class can also be used by itself. TurboQuantKVCache, which mlx-lm does not have, is used
 where a program passes it on as `prompt_cache`.
 
-What is the same idea as in `onekv.memory` is the same code: how a model's attention reaches a cache (`hook`), softmax
+Code is shared with `onekv.memory` where the idea is the same: how a model's attention reaches a cache (`hook`), softmax
 and causal masks (`attention.softmax`, `attention.chunk`), encoded KV and attention over it (`formats`,
-`attention.tiles`), and how much memory there is (`plan.device`). The rest stays apart, because mlx-lm's programs make,
-copy, trim, merge and drop caches as they like, and say nothing about it beforehand: slabs are allocated as they are
-needed and freed with their last reference, where a pool is allocated once and blocks are reserved; an extent is a run
-of columns in the shape that mlx-lm's models and files expect, where a block lies anywhere; a ring keeps mlx-lm's order
-of columns, because masks and files depend on it, where a table forgets blocks; and a prompt cache hands out whole
-caches, where the prefix tree hands out blocks.
+`attention.tiles`), and how much memory there is (`plan.device`). The rest is separate, because programs that use mlx-lm
+create, copy, trim, merge and drop caches at will, without announcing it. Slabs are allocated on demand and freed with
+their last reference, whereas a pool is allocated once and its blocks are reserved. An extent is a run of columns in the
+shape that mlx-lm's models and files expect, whereas a block may be anywhere. A ring keeps mlx-lm's order of columns,
+because masks and files depend on it, whereas a table drops blocks. And a prompt cache hands out whole caches, whereas
+the prefix tree hands out blocks.
 """
 
 from .version import check_version

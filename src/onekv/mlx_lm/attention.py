@@ -1,12 +1,12 @@
-"""Attention over keys and values that lie in several slabs, without joining them.
+"""Attention over keys and values in several slabs, without concatenating them.
 
-Scores of every extent are put side by side, weighed together, and each extent's values are added up:
+The scores of all extents are concatenated for one softmax, and the weighted values of each extent are added up:
 
     scores   [rows, heads, queries per head, tokens, columns of all extents] -> softmax -> cut -> sum of weights @ V
 
-The softmax is the memory's (`memory.attention.softmax`). A single extent goes to MLX's own attention. Long
-prompts on a GPU do too, over a copy of this layer's columns: scores of a whole prompt would be larger than that. On CPU
-they are done for a few tokens at a time instead.
+The softmax is that of `memory.attention.softmax`. A single extent is handled by MLX's own attention, and so are long
+prompts on a GPU, over a copy of this layer's columns: the scores of a whole prompt would be larger than that copy. On
+CPU, prompts are processed a few tokens at a time instead.
 """
 
 from functools import reduce

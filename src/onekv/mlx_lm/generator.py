@@ -1,6 +1,6 @@
-"""mlx-lm's generators, which say to the caches beforehand how long a sequence will be.
+"""mlx-lm's generators, which tell the caches in advance how long a sequence will be.
 
-With that the KV of a turn is one slab, and the server can tell whether a request fits before it starts.
+With that, the KV of a turn is a single slab, and the server can tell whether a request fits before it starts.
 """
 
 import functools

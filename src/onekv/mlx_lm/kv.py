@@ -2,8 +2,8 @@
 
 A cache owns its extents, not the slabs: `deepcopy`, `merge` and `trim`, and for batches `extract`, `filter` and
 `extend`, change which columns a cache refers to and move no KV. `update_and_fetch` writes new tokens into the last
-slab, or into another one; it returns what mlx-lm's caches return, as views or as a copy that is made only if somebody
-reads it. With `install` attention reads the slabs where they are (`attention`), so nobody does.
+slab, or into a new one; it returns what mlx-lm's caches return, as views or as a copy that is made only if it is read.
+With `install`, attention reads the slabs in place (`attention`), so it is not.
 """
 
 from collections.abc import Iterator

@@ -1,16 +1,16 @@
-"""How a stored cache is handed out without a copy: shared where that costs nothing, else lent.
+"""How a stored cache is handed out without a copy: shared where that costs nothing, otherwise lent.
 
 Shared: a cache whose content two holders can read while both continue. OneKV's KVCache counts references; ArraysCache
 replaces its arrays and never writes into them; a CacheList is shared if all its parts are.
 
 Lent: any other cache is handed out as a twin, another object with the same attributes (one `__dict__` for both). What
-the borrower stores is seen by the lender, and no array gets a second handle, so writes stay in place. The loan ends
-when no twin is alive any more: because it came back, or because the request died. Until then the lender must not
-hand it out again.
+the borrower stores is visible to the lender, and no array gets a second reference, so writes stay in place. The loan
+ends when no twin is alive any more, because it was returned or the request ended. Until then, the lender must not hand
+it out again.
 
     stored --lend--> lent --insert_cache--> stored under its new key
                       |
-                      +--twins are gone--> stored, trimmed to its length; dropped if that is not possible any more
+                      +--twins are gone--> stored, trimmed to its length; dropped if that is no longer possible
 """
 
 import copy
@@ -92,7 +92,7 @@ def length(cache: Cache) -> int | None:
 
 
 def compact(cache: Cache) -> None:
-    """Give up memory that nobody reads any more."""
+    """Release memory that is no longer read."""
     if isinstance(cache, CacheList):
         for part in cache.caches:
             compact(part)

@@ -1,11 +1,12 @@
-"""Puts OneKV's classes in the place of mlx-lm's, and back.
+"""Replaces mlx-lm's classes with OneKV's, and restores them.
 
-Modules of mlx-lm hold the classes under the names they imported. `install` replaces every such name in the modules that
-are loaded; modules that are loaded later import from those. `uninstall` puts back what was there. Caches that exist
-already stay what they are. Classes that mlx-lm does not have are added where `load_prompt_cache` looks for them.
+mlx-lm's modules hold the classes under the names they imported. `install` replaces every such name in the loaded
+modules; modules that are loaded later import from those. `uninstall` restores the originals. Existing caches are not
+changed. Classes that mlx-lm does not have are added where `load_prompt_cache` looks for them.
 
-Nothing else of mlx-lm is changed: `REPLACES` has the names where mlx-lm defines them, and `replaced()` every name that
-is OneKV's now. The attention of models that an `LLM` runs is not among them: it is replaced with and without `install`.
+Nothing else in mlx-lm is changed: `REPLACES` has the names as mlx-lm defines them, and `replaced()` every name that is
+currently replaced. The attention of models that an `LLM` runs is not among them: it is replaced with and without
+`install`.
 """
 
 import sys

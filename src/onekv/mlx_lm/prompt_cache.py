@@ -5,9 +5,9 @@ out without copying them (`loans` says how); a prompt that is lent stays listed 
 what was lent moves it to its new key. `max_size` and `max_bytes` hold after every call; bytes that prompts share count
 once.
 
-Which prompt is chosen is what mlx-lm chooses: the same tokens, else the shortest among those that have most tokens in
-common (and can be trimmed to them), else the longest that is a prefix. Eviction takes assistant, user and system
-prompts in mlx-lm's order; within a type the one that was used longest ago goes first.
+The choice of a prompt is mlx-lm's: the same tokens; otherwise the shortest of those with the most tokens in common (if
+they can be trimmed to these); otherwise the longest that is a prefix. Eviction takes assistant, user and system prompts
+in mlx-lm's order; within a type, the least recently used goes first.
 """
 
 import copy
@@ -61,7 +61,7 @@ def token_ids(tokens: list[Any]) -> Ids:
     try:
         return np.array(tokens, np.int64)
     except (OverflowError, TypeError, ValueError):
-        # An image stands in the key by a number of its own.
+        # An image is represented in the key by a unique number.
         ids = np.empty(len(tokens), object)
         ids[:] = tokens
         return ids

@@ -1,14 +1,14 @@
 """Rotating caches that allocate their whole ring once.
 
 The cache owns one array for keys and one for values, `[rows, heads, max_size, dim]`, allocated by the first update. No
-other handle to them is kept, so that writes happen in place. Columns are used as mlx-lm uses them, so that masks and
+other reference to them is kept, so that writes happen in place. Columns are used as in mlx-lm, so that masks and
 results are the same:
 
     not full   | 0 .. _idx: tokens in order | free |
     full       | keep | newest .. _idx | oldest .. max_size |       _idx is where the next token goes
 
-What a prompt-cache file, `state` or `extract` brings may have any number of columns; the next update moves it into a
-ring. A chunk that does not fit into the free columns is joined with what is kept for the attention of that chunk alone.
+Data from a prompt-cache file, `state` or `extract` may have any number of columns; the next update moves it into a
+ring. A chunk that does not fit into the free columns is concatenated with the kept ones, only for its own attention.
 """
 
 from typing import Any, cast
@@ -138,7 +138,7 @@ class RotatingKVCache(StockRotating):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[Any, ...]:
-        # Free columns need not be stored. What a chunk reads is not needed by whoever evaluates the state.
+        # Free columns need not be stored. The columns that a chunk reads are not part of the state.
         self._fetched = None
         keys, values = self.keys, self.values
         if keys is not None and values is not None and self.offset < keys.shape[2]:

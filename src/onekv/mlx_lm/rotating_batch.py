@@ -1,10 +1,10 @@
-"""The rotating cache of a batch, in a ring that is allocated once for the rows there are.
+"""The rotating cache of a batch, in a ring that is allocated once for the current rows.
 
-Rows are padded on the left, as mlx-lm pads them. Rows that join or leave make a new ring, of `max_size` columns again;
-between such changes the ring stays the same. See `rotating` for the columns and for who owns the arrays.
+Rows are padded on the left, as in mlx-lm. When rows join or leave, a new ring is allocated, again of `max_size`
+columns; between such changes the ring stays the same. See `rotating` for the columns and for ownership of the arrays.
 
-A prompt that is shorter than others of its batch is padded on the right (`prepare`). Its padding is turned to the left
-as soon as it is there, because in a full ring it would push out tokens that are still needed.
+A prompt that is shorter than others of its batch is padded on the right (`prepare`). The padding is moved to the left
+as soon as the prompt is stored, because in a full ring it would push out tokens that are still needed.
 """
 
 from typing import Any, cast

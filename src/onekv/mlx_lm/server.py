@@ -1,8 +1,8 @@
-"""mlx_lm.server with OneKV's classes: `onekv mlx-server` takes its arguments, and `--kv-memory`.
+"""mlx_lm.server with OneKV's classes: `onekv mlx-server` takes the same arguments, plus `--kv-memory`.
 
-Its threads, HTTP and prompts are mlx-lm's. Here the prompt cache gets the byte limit that the command line names, every
-fetch leaves a token to compute (without one mlx-lm's generation thread dies), and a request that cannot fit into the KV
-memory is refused with the numbers before it starts.
+Threads, HTTP and prompts are handled by mlx-lm. Here the prompt cache gets the byte limit from the command line, every
+fetch leaves one token to compute (otherwise mlx-lm's generation thread dies), and a request that cannot fit into KV
+memory is rejected with the numbers before it starts.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class ResponseGenerator(server.ResponseGenerator):  # type: ignore[misc]
         return result
 
     def _check_fits(self, prompt: int, max_tokens: int) -> None:
-        """Raises MemoryBudgetError if the KV memory cannot hold the request beside those that run."""
+        """Raises MemoryBudgetError if the KV memory cannot hold the request in addition to the running ones."""
         size = self._bytes_per_token()
         running = list(BatchGenerator.running)
         held = sum(sum(generator.footprint().values()) for generator in running)

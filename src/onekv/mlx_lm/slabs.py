@@ -1,16 +1,16 @@
-"""The memory of KVCache: slabs that are written in place, and who reads how much of each.
+"""The memory of KVCache: slabs that are written in place, and how much of each is read by which cache.
 
-A slab is one pair of arrays, `[rows, heads, capacity, dim]`, for one layer; it owns them and no other handle to them is
-kept, so that writes happen in place. An extent is the first `length` columns of a slab, as one holder reads them. What
-a layer keeps of a sequence is a list of extents. Copying it copies extents; no KV moves:
+A slab is one pair of arrays, `[rows, heads, capacity, dim]`, for one layer; it owns them and no other reference to them
+is kept, so that writes happen in place. An extent is the first `length` columns of a slab, as one holder reads them. A
+layer's part of a sequence is a list of extents. Copying it copies extents; no KV moves:
 
     slab       | columns 0 .. capacity                                |
     extent a   | a reads these          |
     extent b   | b reads these     |        b continues in a slab of its own, because a's next columns are taken
-                                        ^ a may continue here: nobody else reads past it
+                                        ^ a may continue here: nothing else reads past it
 
-Growth is another slab: nothing is moved, and what is there stays where it is. `SLABS` counts the bytes of all slabs
-that are alive against a limit. When that is reached, caches that hold old conversations are asked to let go of some.
+A cache grows by adding a slab: nothing is moved. `SLABS` counts the bytes of all live slabs against a limit. When it is
+reached, caches that hold old conversations are asked to evict some.
 """
 
 import threading
@@ -160,7 +160,7 @@ class Columns:
 
     def __init__(self, extents: list[Extent] | None = None) -> None:
         self.extents = extents or []
-        # How many tokens there will be in total, if somebody said so.
+        # The total number of tokens, if it was announced.
         self.expected = 0
 
     @classmethod

@@ -1,18 +1,19 @@
 """A KV cache of mlx-lm whose keys and values are stored in 4, 3 or 2 bits: TurboQuant, see `memory.formats.turbo`.
 
-New tokens are encoded as they are stored, and attention reads all tokens back from what is stored, those of the step
-included: so it does not matter how a prompt is cut, or whether the cache was saved and loaded in between. Nothing plain
-is kept. `state`, and with it copies and prompt-cache files, has the encoded arrays: bytes and float16 norms.
+New tokens are encoded when they are stored, and attention reads all tokens from their stored form, including those of
+the step: so neither the division of a prompt into chunks matters, nor whether the cache was saved and loaded in
+between. Nothing is kept unencoded. `state`, and so copies and prompt-cache files, have the encoded arrays: bytes and
+float16 norms.
 
     keys, values   [rows, heads, capacity, width] for each plane of the codec; the first `offset` columns are in use
     few tokens     on CPU, with `install`: attended over as they are stored, tile by tile (`memory.formats.attention`)
     else           one layer is decoded for its attention, in the rotated basis; queries are rotated instead
     no `install`   one layer is decoded and rotated back, when the model's attention reads it
 
-The cache owns its arrays, and writes happen in place. When they are full, larger ones are made and what is in use moves
-over: one layer's encoded bytes at a time, and after ever more tokens, so that however long it gets, all moves together
-are some 16 times what is stored.
-A `deepcopy` costs nothing; the first write to either moves one layer's encoded bytes.
+The cache owns its arrays, and writes happen in place. When they are full, larger ones are allocated and the used part
+is moved, one layer's encoded bytes at a time. The intervals between moves grow, so that in total about 16 times the
+stored bytes are moved, however long the cache gets. A `deepcopy` costs nothing; the first write to either copy moves
+one layer's encoded bytes.
 """
 
 import copy
@@ -30,7 +31,7 @@ from ..memory.hook import Attends, Mask, stock_attention
 from .slabs import KV, whole_steps
 
 BITS = (4, 3, 2)
-# Tokens of a step that are attended over as they are stored: their scores are small beside a decoded layer.
+# Up to this many tokens per step, attention reads the stored form: the scores are smaller than a decoded layer.
 FEW_TOKENS = 8
 # New arrays have room for one part of so many of what there is, so that they are not made too often.
 ROOM = 16
@@ -94,7 +95,7 @@ class TurboQuantKVCache(_BaseCache, Attends):  # type: ignore[misc]
         return made
 
     def keys_and_values(self) -> KV:
-        """What is stored as the model gave it, decoded if somebody reads it."""
+        """What is stored, in the model's own form: decoded when it is read."""
         if self._fetched is None:
             codecs = self.codecs
             keys, values = self._decoded()

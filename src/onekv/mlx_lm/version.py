@@ -1,4 +1,4 @@
-"""Which mlx-lm these classes are written for."""
+"""The version of mlx-lm that these classes are written for."""
 
 from importlib.metadata import version
 

@@ -1,9 +1,9 @@
-"""Layers of a model with an adapter around them: their own weights stay as they are, packed or joined or shared.
+"""Layers of a model wrapped in an adapter: their own weights stay as they are, be they packed, joined or shared.
 
-LoRA adds a product of two narrow matrices to what a layer gives. DoRA then scales each output, by what it has learned
-over the norm of the adapted weights: a constant, found when the adapter is loaded, so that a step has no weights to
-unpack for it. Matrices lie as weights do, [outputs, inputs], so that compiled loops read them where they are
-(`loops.products`); in the file they are the other way round.
+LoRA adds a product of two narrow matrices to a layer's output. DoRA then scales each output by a learned magnitude over
+the norm of the adapted weights: a constant, computed when the adapter is loaded, so that a step need not unpack weights
+for it. The matrices have the layout of weights, [outputs, inputs], so that compiled loops read them in place
+(`loops.products`); in the file they are transposed.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ class Scaled(Adapted):
 def shapes(layer: Any, rank: int, dora: bool) -> Shapes | None:
     """What an adapter's file has for a layer, with the shapes it must have; None if the layer cannot be adapted."""
     if hasattr(layer, "to_lora"):
-        # A layer with a way of its own, such as one that gives several outputs.
+        # A layer that works differently, such as one with several outputs.
         return None
     if isinstance(layer, Linear | QuantizedLinear | Part):
         n, k = _dims(layer)

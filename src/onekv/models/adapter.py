@@ -1,6 +1,6 @@
-"""LoRA adapters: a folder with adapters.safetensors and adapter_config.json, as `mlx_lm.lora` writes it.
+"""LoRA adapters: a folder with adapters.safetensors and adapter_config.json, as written by `mlx_lm.lora`.
 
-What is adapted is what the file has tensors for; layers that it does not name stay as they are.
+Layers for which the file has tensors are adapted; all others stay as they are.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ def read_adapter(given: str) -> Adapter:
     """The adapter in the folder `given`. Raises SettingError or ModelFormatError."""
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        raise SettingError(f"--adapter is {given!r}, which is no folder; give the one that mlx_lm.lora wrote")
+        raise SettingError(f"--adapter is {given!r}, which is not a folder; give the one written by mlx_lm.lora")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ModelFormatError(f"--adapter is {given!r}, which has no {name}; {_other_format(folder)}")
@@ -61,7 +61,7 @@ def read_adapter(given: str) -> Adapter:
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
         if part not in KINDS[kind]:
-            raise ModelFormatError(f"{folder / WEIGHTS} has {name}, which is no part of an adapter of type {kind}")
+            raise ModelFormatError(f"{folder / WEIGHTS} has {name}, which does not belong to an adapter of type {kind}")
         layers[layer][part] = tensor
     for layer, parts in layers.items():
         if missing := sorted(KINDS[kind] - parts.keys()):
@@ -71,8 +71,8 @@ def read_adapter(given: str) -> Adapter:
 
 def _other_format(folder: Path) -> str:
     if (folder / "adapter_model.safetensors").is_file():
-        return "it is an adapter of PEFT, and OneKV reads those that mlx_lm.lora writes"
-    return "give the folder that mlx_lm.lora wrote"
+        return "it is a PEFT adapter, and OneKV reads only those written by mlx_lm.lora"
+    return "give the folder written by mlx_lm.lora"
 
 
 def _read_config(file: Path) -> tuple[str, int, float]:
@@ -82,11 +82,11 @@ def _read_config(file: Path) -> tuple[str, int, float]:
     kind = config.get("fine_tune_type", "lora")
     if kind == "full":
         raise ModelFormatError(
-            f"{file}: fine_tune_type is 'full', whole weights instead of an adapter; make a model of it with "
-            "mlx_lm.fuse, and give that"
+            f"{file}: fine_tune_type is 'full', whole weights instead of an adapter; fuse it into a model with "
+            "mlx_lm.fuse, and use that"
         )
     if kind not in KINDS:
-        raise ModelFormatError(f"{file}: fine_tune_type is {kind!r}; OneKV knows {' and '.join(KINDS)}")
+        raise ModelFormatError(f"{file}: fine_tune_type is {kind!r}; OneKV supports {' and '.join(KINDS)}")
     said = config.get("lora_parameters")
     said = said if isinstance(said, dict) else {}
     rank, scale = said.get("rank"), said.get("scale")

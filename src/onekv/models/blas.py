@@ -50,7 +50,7 @@ def ensure_fast_blas() -> str | None:
     try:
         _load_from_pypi()
     except _Missing as missing:
-        # Where MLX cannot even be loaded, that is what the user is told.
+        # If MLX cannot even be loaded, that is what is reported.
         if not _load_from_system() and has_library():
             return f"{_SLOW}: {missing}"
     return None

@@ -1,7 +1,7 @@
-"""Which build of MLX is installed. Standard library only: it is asked before MLX is imported.
+"""Which build of MLX is installed. Standard library only: it is used before MLX is imported.
 
-On Linux the wheel `mlx` has no library of its own: mlx-cpu, mlx-cuda-12 or mlx-cuda-13 brings `mlx/lib/libmlx.so`. They
-all own that one file, so where several are installed MLX runs on whichever was written last.
+On Linux, the wheel `mlx` has no library of its own: mlx-cpu, mlx-cuda-12 or mlx-cuda-13 provides `mlx/lib/libmlx.so`.
+They all install that one file, so if there are several, MLX runs on the one that was installed last.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Weights as Linux CPUs multiply them fast: float32, and not packed."""
+"""Weights in the form that is fastest on Linux CPUs: float32, not packed."""
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module

@@ -1,4 +1,4 @@
-"""One file over HTTP, continued where it stopped."""
+"""Downloads a file over HTTP, resuming an interrupted download."""
 
 import os
 import sys

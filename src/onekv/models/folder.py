@@ -47,7 +47,7 @@ def load_folder(
         raise ModelFormatError(f"{folder} cannot be loaded: {reason}") from error
     if not tokenizer.encode("a", add_special_tokens=False):
         raise ModelFormatError(
-            f"{folder} has a tokenizer that knows no text; copy the model's own tokenizer files into it"
+            f"{folder} has a tokenizer that encodes no text; copy the model's own tokenizer files into it"
         )
     before = weight_dtypes(model)
     if dequantize:
@@ -66,10 +66,10 @@ def _check_files(folder: Path) -> None:
     if not config_file.is_file():
         others = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"; it has {others[0]}, give that file instead" if others else ""
-        raise ModelFormatError(f"{folder} has no config.json, so it holds no model{hint}")
+        raise ModelFormatError(f"{folder} has no config.json, so it is not a model's folder{hint}")
     config = read_json(config_file)
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelFormatError(f"{config_file} names no model_type")
+        raise ModelFormatError(f"{config_file} has no model_type")
     for file in weight_files(folder):
         check_safetensors(file)
     if not any(any(folder.glob(name)) for name in _VOCABULARIES):
@@ -90,7 +90,7 @@ def check_safetensors(file: Path) -> None:
             header = json.loads(opened.read(length))
         ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ModelFormatError(f"{file} is damaged: its header makes no sense") from error
+        raise ModelFormatError(f"{file} is damaged: its header is not valid") from error
     except OSError as error:
         raise ModelFormatError(f"{file} cannot be read: {error.strerror}") from error
     if 8 + length + max(ends, default=0) > size:

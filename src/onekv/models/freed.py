@@ -1,12 +1,12 @@
-"""Memory that models have freed and that the process still has: the next one is loaded into it.
+"""Memory freed by models that the process still holds: the next model is loaded into it.
 
-glibc keeps what is freed (`blas`), and pages that are still there need not be asked for, cleared and mapped again,
-which takes as long as reading weights into them. But what is kept is of use only where the next allocation fits into
-it: if it does not, the process grows beside it. So whoever unloads a model to load another says how large the process
-may become (`keep`). What allocates much while a model is loaded says so first (`take`); if the process might become
-larger than that, all that is kept goes back to the system before. When the model is loaded, the rest does (`release`).
+glibc keeps freed memory (`blas`), and pages that are kept need not be requested, cleared and mapped again, which takes
+as long as reading weights into them. But kept memory is useful only if the next allocation fits into it: otherwise the
+process grows. So when a model is unloaded to load another one, the caller sets how large the process may become
+(`keep`). Large allocations during the load are announced (`take`); if the process might exceed the limit, all kept
+memory is returned to the system first. When the model is loaded, the rest is returned (`release`).
 
-The heap is the process's, and so is the one `freed`. One model is loaded at a time; its thread calls `take`.
+The heap belongs to the process, and so does the single `freed`. One model is loaded at a time; its thread calls `take`.
 """
 
 import ctypes

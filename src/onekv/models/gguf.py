@@ -125,7 +125,7 @@ def _model_config(header: GGUFHeader) -> dict[str, Any]:
     heads = meta.integer("attention.head_count")
     hidden = meta.integer("embedding_length")
     if heads == 0 or "token_embd.weight" not in header.tensors:
-        raise meta.fail("it has no attention heads or no token_embd.weight, so it is no language model")
+        raise meta.fail("it has no attention heads or no token_embd.weight, so it is not a language model")
     head_dim = meta.integer("attention.key_length", hidden // heads)
     context = meta.integer("context_length")
     _refuse_what_would_be_wrong(meta, head_dim, hidden // heads, context)
@@ -162,7 +162,7 @@ def _refuse_what_would_be_wrong(meta: _Metadata, head_dim: int, plain_head_dim: 
     if meta.integer("attention.value_length", head_dim) != head_dim:
         raise meta.fail("keys and values of different sizes are not supported in GGUF files")
     if meta.integer("rope.dimension_count", head_dim) != head_dim:
-        raise meta.fail("rotary embedding of a part of each head is not supported in GGUF files")
+        raise meta.fail("partial rotary embedding is not supported in GGUF files")
     if meta.architecture == "qwen2" and head_dim != plain_head_dim:
         raise meta.fail(f"qwen2 with heads of {head_dim} instead of {plain_head_dim} is not supported")
     window = meta.integer("attention.sliding_window", 0)
@@ -253,7 +253,7 @@ def _check_parameters(model: Module, header: GGUFHeader, modules: dict[str, str]
     for name, parameter in modules.items():
         info = header.tensors[name]
         if parameter not in shapes:
-            raise ModelFormatError(f"{header.path}: tensor {name!r} has no place in the model")
+            raise ModelFormatError(f"{header.path}: tensor {name!r} does not belong to the model")
         expected = shapes.pop(parameter)
         shape = info.shape
         if info.type in BITS and not dequantize:

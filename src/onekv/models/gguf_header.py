@@ -90,7 +90,7 @@ class _Reader:
         self.pos = 0
 
     def fail(self, what: str) -> ModelFormatError:
-        return ModelFormatError(f"{self.path} is not a sound GGUF file: {what}")
+        return ModelFormatError(f"{self.path} is not a valid GGUF file: {what}")
 
     def take(self, count: int, what: str) -> int:
         """Moves past `count` bytes and returns where they start."""
@@ -123,7 +123,7 @@ class _Reader:
         for index in range(metadata_count):
             key = self.string(f"metadata entry {index}")
             if key in metadata:
-                raise self.fail(f"metadata {key!r} is there twice")
+                raise self.fail(f"metadata {key!r} occurs twice")
             metadata[key] = self.value(self.number("<I", key), key)
         self.check_count(tensor_count, _MIN_TENSOR_BYTES, "tensors")
         raw = [self.tensor_info(f"the info of tensor {index}") for index in range(tensor_count)]
@@ -207,7 +207,7 @@ class _Reader:
         for name, type_name, shape, nbytes, offset in raw:
             start = base + offset
             if name in tensors:
-                raise self.fail(f"tensor {name!r} is there twice")
+                raise self.fail(f"tensor {name!r} occurs twice")
             if offset % alignment or start + nbytes > self.size:
                 raise self.fail(
                     f"tensor {name!r} lies at [{start}, {start + nbytes}) of {self.size} bytes; download it again"

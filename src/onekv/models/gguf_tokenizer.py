@@ -83,7 +83,7 @@ class _Builder:
         if index is None:
             return None
         if not isinstance(index, int) or not 0 <= index < len(self.tokens):
-            raise self.fail(f"tokenizer.ggml.{name}_token_id is {index!r}, which is no token")
+            raise self.fail(f"tokenizer.ggml.{name}_token_id is {index!r}, which is not a token")
         return self.tokens[index]
 
     def known_pre(self) -> str:
@@ -141,7 +141,7 @@ class _Builder:
         for merge in self.strings("merges"):
             left, _, right = merge.partition(" ")
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise self.fail(f"tokenizer.ggml.merges has {merge!r}, which makes no token")
+                raise self.fail(f"tokenizer.ggml.merges has {merge!r}, which is not a token")
             merges.append((left, right))
         core = Tokenizer(BPE(self.ids, merges, ignore_merges=self.pre == _LLAMA3))
         if self.pre == _QWEN2:

@@ -52,20 +52,20 @@ def hub_folder(name: str, progress: bool = True) -> Path:
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
-            f"{name} is no folder here and no model on the Hugging Face hub (a private one needs hf auth login)"
+            f"{name} is neither a local folder nor a model on the Hugging Face hub (a private one needs hf auth login)"
         ) from error
     except LocalEntryNotFoundError as error:
         raise FetchError(
-            f"{name} is no folder here and is not in the local cache, and the Hugging Face hub "
+            f"{name} is neither a local folder nor in the local cache, and the Hugging Face hub "
             "cannot be reached; check the network, HTTPS_PROXY and HF_HUB_OFFLINE, or give a "
             "local folder or .gguf file"
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else "no answer"
-        raise FetchError(f"the Hugging Face hub refused {name} (HTTP {status}); try later") from error
+        raise FetchError(f"the Hugging Face hub rejected the request for {name} (HTTP {status}); try later") from error
     except OSError as error:
         reason = error.strerror or " ".join(str(error).split())
         raise FetchError(
             f"{name} could not be downloaded from the Hugging Face hub: {reason}; "
-            "the next attempt continues where this one stopped"
+            "the next attempt resumes where this one stopped"
         ) from error

@@ -1,9 +1,9 @@
-"""Large files of the hub's models, continued where an earlier download stopped.
+"""Downloads large files of models from the hub, resuming interrupted downloads.
 
-The hub's library begins a file anew if it was interrupted, and the weights of a model are often a single file. It also
-downloads in threads, which Ctrl-C does not end. So large files are downloaded here, to where the library keeps them
-(`blobs/SHA256` in its cache, under its lock). It does the rest: small files before that, so that the model can be seen,
-links to the large ones after it, and saying why the hub refuses something.
+The hub's library starts a file from the beginning if it was interrupted, and the weights of a model are often a single
+file. It also downloads in threads, which Ctrl-C does not stop. So large files are downloaded here, to the place where
+the library keeps them (`blobs/SHA256` in its cache, under its lock). The library does the rest: it downloads small
+files first, which make the model visible, links the large ones afterwards, and reports why the hub rejects a request.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Which weights a model has, as a short text: what was computed with them is of use to the same weights alone."""
+"""Identifies a model's weights by a short text: whatever was computed with them is only valid for the same weights."""
 
 from importlib.metadata import version
 

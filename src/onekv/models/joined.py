@@ -1,11 +1,11 @@
-"""Products that share their input, made one: q, k and v of attention, gate and up of an MLP.
+"""Fuses products that share their input: q, k and v of attention, gate and up of an MLP.
 
-Starting a product costs the host time, and small ones leave most of a GPU idle. Which layers share their input is seen
-by watching the model at work, so nothing depends on names. Their weights are put together, row after row, and each
-layer is replaced by a `Part` of the joint product: whichever is called first computes it for all, the others get their
-columns of it. A part that is called with something else computes for itself, so the result is always that of the layer
-it replaces, up to the order in which a product adds up. Few rows are multiplied by a kernel where there is one
-(`cuda.products`), which gives the parts apart.
+Launching a product costs host time, and small ones leave most of a GPU idle. Which layers share their input is found by
+tracing the model, so nothing depends on names. Their weights are concatenated by rows, and each layer is replaced by a
+`Part` of the joint product: the first one called computes it for all, and the others get their columns. A part that is
+called with a different input computes its own product, so the result is always that of the layer it replaces, up to the
+order of summation. Few rows are multiplied by a kernel if there is one (`cuda.products`), which returns the parts
+separately.
 """
 
 from collections.abc import Callable, Iterator

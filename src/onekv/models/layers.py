@@ -1,4 +1,4 @@
-"""Layers of a model, exchanged for others."""
+"""Replaces layers of a model."""
 
 from collections.abc import Callable
 from typing import Any

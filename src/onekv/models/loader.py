@@ -1,4 +1,4 @@
-"""From a name to a model that is ready to run."""
+"""Loads a model by name, ready to run."""
 
 import difflib
 from dataclasses import dataclass, replace
@@ -92,8 +92,8 @@ def load_model(
     load = load_gguf if path.is_file() else load_folder
     dtype_of_weights, dequantize = mx.float32 if packed else target, on_cpu and not packed
     model, tokenizer, config = load(path, dtype_of_weights, dequantize=dequantize, lazy=lazy, tokenizer=tokenizer)
-    # Building a model draws random weights, which are replaced unseen. Only the key is left, as a graph of all the
-    # draws that nobody evaluates: 1 MiB for each model that this thread has ever loaded.
+    # Building a model draws random weights, which are replaced unused. Only the key is left, as an unevaluated graph
+    # of all the draws: 1 MiB for each model that this thread has ever loaded.
     mx.eval(mx.random.state)
     if packed:
         unpacked = keep_packed(model)

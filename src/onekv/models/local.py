@@ -1,6 +1,6 @@
 """The models on this machine: in OneKV's own cache folder (GGUF files), in the Hugging Face hub's cache, or elsewhere.
 
-What they are is read from their files; MLX is not needed for that, and no weights are read.
+Their descriptions are read from their files, without MLX and without reading weights.
 """
 
 import shutil

@@ -1,12 +1,12 @@
 """Layers of quantized files on CPU: their weights stay packed in memory, as small as in the file.
 
-Few rows are multiplied by compiled loops that unpack in registers (`loops.products`). For more, as of a prompt, the
-weights of one layer at a time are unpacked into a buffer that all layers share, and BLAS multiplies. Both run at once,
-while the model is called: what they need is evaluated first, and a model with such layers is `eager`. Logits of a
-prompt, which nobody asks for, stay lazy and are never computed.
+Few rows are multiplied by compiled loops that unpack in registers (`loops.products`). For more rows, as in prefill, the
+weights of one layer at a time are unpacked into a buffer that all layers share, and BLAS multiplies. Both run
+immediately, while the model is called: their inputs are evaluated first, and a model with such layers is `eager`.
+Unused logits of a prompt stay lazy and are never computed.
 
-While a function is traced (`loops.program`), nothing can be evaluated: there it is MLX's own product, which the program
-then does by the same loops.
+While a function is traced (`loops.program`), nothing can be evaluated: MLX's own product is recorded instead, which the
+program then computes with the same loops.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Where OneKV keeps files of its own: one folder, moved by ONEKV_CACHE_DIR."""
+"""The folder for OneKV's own files, which ONEKV_CACHE_DIR moves."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How many bytes of weights this process has read so far, for whoever shows how far a load is."""
+"""How many bytes of weights this process has read so far, to show the progress of a load."""
 
 
 class _Read:

@@ -1,4 +1,4 @@
-"""Whether two files or folders have the same model, byte by byte, wherever they lie."""
+"""Whether two files or folders contain the same model, byte by byte, wherever they are."""
 
 import os
 from pathlib import Path

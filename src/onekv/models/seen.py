@@ -1,4 +1,4 @@
-"""What a model's files looked like when it was read: while they look the same, they have the same model."""
+"""The state of a model's files when it was read: as long as it is unchanged, they contain the same model."""
 
 from pathlib import Path
 

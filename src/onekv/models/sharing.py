@@ -1,9 +1,9 @@
 """One model's arrays in several trees of modules.
 
-The modules of a model have state of their own while it runs: a joint product keeps its result for the next part
-(`joined`), packed layers share a buffer (`packed`). So each engine, which has a thread of its own, has a tree of its
-own, and none of them runs the tree that others are copied from. The arrays are in memory once: they are computed, and
-nothing writes to them, so that any thread may read them. They are there until the last tree is gone.
+The modules of a model have state while it runs: a joint product keeps its result for the next part (`joined`), packed
+layers share a buffer (`packed`). So each engine, which has its own thread, has its own tree of modules, and none of
+them runs the tree that the others are copied from. The arrays are in memory once: they are evaluated and never written,
+so any thread may read them. They are freed with the last tree.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Chat templates: what follows from one for the tokenizer that has it."""
+"""Chat templates, and the properties of a tokenizer that follow from its template."""
 
 import importlib
 from copy import copy
@@ -25,7 +25,7 @@ def with_template(tokenizer: TokenizerWrapper, template: str) -> TokenizerWrappe
         changed.apply_chat_template([{"role": "user", "content": "Hello."}], tokenize=False)
     except (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         line = f" (line {number})" if (number := getattr(error, "lineno", None)) is not None else ""
-        raise SettingError(f"--chat-template cannot render a message of the user's: {error}{line}") from error
+        raise SettingError(f"--chat-template cannot render a user message: {error}{line}") from error
     return changed
 
 

@@ -54,7 +54,7 @@ class _End:
                 case "leave":
                     self._guard.leave()
                 case "stop":
-                    # As if rank 0 had received the signal: whoever drives the engine handles it.
+                    # As if rank 0 had received the signal: the code that drives the engine handles it.
                     os.kill(os.getpid(), signal.SIGTERM)
                 case "parted":
                     self.parted.set()

@@ -178,7 +178,7 @@ class PrefixCache:
     # Who listens
 
     def listen(self, listener: Listener) -> None:
-        """`listener` is told of every whole block in RAM now, and of every one added or removed from now on."""
+        """Report every whole block in RAM to `listener` now, and every one added or removed from now on."""
         for node in self.index.nodes.values():
             if self.index.full(node):
                 listener(stored(node))
@@ -220,7 +220,7 @@ class PrefixCache:
             del self._pins[name]
         self._store.unpin(path)
 
-    # One conversation, by the key of a node: what somebody sees in the tree
+    # A single conversation, identified by the key of a node, as shown in the tree
 
     def pin_node(self, node: Node) -> int:
         """Never evict `node` and what comes before it; returns how many tokens they hold."""

@@ -203,7 +203,7 @@ def address_of(node: Node) -> Address:
 def stored(node: Node) -> Stored:
     """The event for listeners that the node was stored."""
     assert node.parent is not None, "a root has no content"
-    # The key of a root is made of the salt alone, and is nobody's business.
+    # The key of a root depends only on the salt, and is not reported.
     return Stored(node.key, node.parent.key if node.parent.parent is not None else None, node.tokens)
 
 

@@ -175,7 +175,7 @@ class Lease:
             pool.release([block] if block != FORGOTTEN else [])
 
     def _continue_block(self, end: Node, length: int) -> None:
-        """Continue in the block that contains `length`: `end`'s own if nobody else needs it, otherwise a copy."""
+        """Continue in the block that contains `length`: `end`'s own if nothing else needs it, otherwise a copy."""
         pools, tables = self._store.pools, self.sequence.tables
         sole = all(not held(end, g) or pool.references[end.blocks[g]] == 1 for g, pool in enumerate(pools))
         if sole and length == end.end and not (end.children or end.pins or end.leases):

@@ -58,7 +58,7 @@ class Loader:
         self._states = state_tensors(memory.layout)
         # The oldest first.
         self._open: list[Loading] = []
-        # Parts that tiers still keep for nobody, because `unexpect` raised.
+        # Parts that tiers still keep although they are no longer expected, because `unexpect` raised.
         self._kept: list[tuple[Tier, list[PartName]]] = []
 
     def reads(self, parts: set[PartName]) -> bool:
@@ -86,7 +86,7 @@ class Loader:
 
     def stop(self, loading: Loading) -> None:
         """Stop reading the rest of it; does nothing if it was stopped before. Never raises."""
-        # Where reading raises, those that ended before are stopped, and nobody has heard of it.
+        # If reading raises, those that ended before have been stopped without being reported.
         if loading not in self._open:
             return
         self._open.remove(loading)
@@ -102,7 +102,7 @@ class Loader:
             try:
                 tier.unexpect(parts)
             except Exception:
-                log.exception("a tier could not be told that %d parts will not be read; it is told again", len(parts))
+                log.exception("a tier could not be notified that %d parts will not be read; to be retried", len(parts))
                 self._kept.append((tier, parts))
 
     def _release_kept(self) -> None:
@@ -143,7 +143,7 @@ class Loader:
         return ended
 
     def read_parts(self, loading: Loading, tier: Tier, parts: list[PartName], seconds: float) -> None:
-        """Read some of what is left into its place, or beside the pool and then from there."""
+        """Read some of what is left into its place, or into a buffer and from there into the pool."""
         targets: list[Target] = []
         direct = {part for _, part in parts if part != STATES} if shared_memory() else set()
         for group in direct:

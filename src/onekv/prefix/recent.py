@@ -29,7 +29,7 @@ class Recent:
         for end in reversed([node for key, node in nodes.items() if key not in parents]):
             path = _path(nodes, end)
             if path[0].start == 0:
-                # A block that others begin with is told once, and again only where one continues from it.
+                # A shared block is reported once, and again only if a continuation starts from it.
                 new = next(number for number, node in enumerate(path) if node.key not in told)
                 run = b"".join(node.tokens for node in path[max(new - 1, 0) :])
                 self._runs.setdefault(path[0].parent, []).append(run)

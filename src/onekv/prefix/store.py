@@ -172,7 +172,7 @@ class Store:
             node = parent
 
     def discard(self, node: Node) -> None:
-        """Drop `node` and those before it that nobody else uses or continues, in all tiers: it may be wrong."""
+        """Drop `node` and those before it that are not used or continued otherwise, in all tiers: it may be wrong."""
         keys = []
         while node.parent is not None and self.removable(node):
             parent = node.parent

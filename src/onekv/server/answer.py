@@ -10,7 +10,7 @@ every few seconds in a form that the API allows, so that neither the client nor 
 the next event ignore comments. A client that asks for it gets prefill progress instead. If the request asks why no more
 of its prompt is cached, the headers wait for the end of the step in flight; otherwise they are sent at once.
 
-sse-starlette does the last part, too, and is not used: it ends all streams at once when the server is told to stop,
+sse-starlette, which also sends such events, is not used: it ends all streams at once when the server is told to stop,
 while ours may continue for `--grace` seconds; it pings on a timer, not only during silence; and its writes take longer.
 """
 

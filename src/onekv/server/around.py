@@ -1,4 +1,4 @@
-"""The base of what stands around all that answers requests (ASGI middleware): Journal, Guard, Held."""
+"""The base of the ASGI middleware around all endpoints: Journal, Guard, Held."""
 
 from abc import ABC, abstractmethod
 

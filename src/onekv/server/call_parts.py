@@ -3,8 +3,8 @@
     {"name": "write", "arguments": {"path": "a.py", "text": "import os\\n ...
                                    |__ given from here on, up to the brace that closes it
 
-Line ends and the like inside of strings, which models write as they are, are escaped: clients read strict JSON. All
-else is given as the model wrote it, whether or not it can be read in the end.
+Line breaks and the like inside strings, which models write unescaped, are escaped: clients read strict JSON. Everything
+else is sent as the model wrote it, whether or not it can be parsed in the end.
 """
 
 import json

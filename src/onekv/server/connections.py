@@ -67,7 +67,8 @@ class Limits:
         self._refused += 1
         if time.monotonic() - self._logged >= LOG_EVERY_S:
             self._logged = time.monotonic()
-            log.warning("%d connections are open; %d were refused (--max-connections)", self.connections, self._refused)
+            text = "%d connections are open; %d were rejected (--max-connections)"
+            log.warning(text, self.connections, self._refused)
             self._refused = 0
         message = f"{self.connections} connections are open, which is the limit (--max-connections); try again later"
         transport.write(_answer("503 Service Unavailable", "overloaded_error", message))

@@ -77,7 +77,7 @@ def constraint_for(backend: Backend, call: ChatCall, thinking: bool) -> GrammarC
     if call.schema is None and not tools:
         return None
     if tools and not calls_as_json(tokenizer):
-        what = "tools together with response_format" if call.schema is not None else "a tool call that must be made"
+        what = "tools together with response_format" if call.schema is not None else "a mandatory tool call"
         message = f"{backend.name} writes tool calls in its own format; {what} cannot be enforced for it"
         raise BadRequestError(message, "tool_choice")
     model = _tokenizer(backend)
@@ -105,9 +105,9 @@ def _reason(matcher: "LLMatcher") -> str:
     """Why `matcher` gave up, without its state and the grammar, which the client has not written; "" if it has not."""
     error = str(matcher.get_error())
     if error.startswith("NoExtensionBias"):
-        return "no answer satisfies it; it may refer to itself endlessly"
+        return "no answer satisfies it; it may be infinitely recursive"
     if "Too many items" in error:
-        return "it is too large, or refers to itself endlessly"
+        return "it is too large, or is infinitely recursive"
     text = error.partition("\n   1 |")[0].partition("\n<state>")[0]
     return text.partition("failed to compile JSON schema: ")[2] or text
 

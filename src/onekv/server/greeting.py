@@ -58,7 +58,7 @@ def _of_several(models: Models) -> list[str]:
 
 
 def _memory(models: Models, model: Model) -> str:
-    """What a model needs; an adapter whose base is here, beside that."""
+    """What a model needs; for an adapter whose base is served, what it needs in addition."""
     if model.spec.base is None or not models.knows(model.spec.base):
         return format_size(model.planned.need)
     return f"{format_size(model.planned.own)} beside {model.spec.base}"

@@ -5,8 +5,8 @@ body      read here, at most `--max-body` bytes of a reasonable shape, then pass
 origin    a web page from another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the server's keys; determines the salt of cached prefixes
 
-Starlette's TrustedHostMiddleware is not used for the first: it knows lists of names, not "any address of this machine",
-rejects clients that send no Host, and responds in plain text.
+Starlette's TrustedHostMiddleware is not used for hosts: it supports lists of names, but not "any address of this
+machine", rejects clients that send no Host, and responds in plain text.
 """
 
 import hashlib
@@ -150,7 +150,7 @@ def _host_name(host: str) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[ASGIMessage]]:
-    """`receive` as if nobody had read the body yet."""
+    """`receive` as if the body had not been read yet."""
     given = False
 
     async def replayed() -> ASGIMessage:

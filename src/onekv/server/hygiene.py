@@ -1,11 +1,11 @@
 """Volatile text in system messages, such as timestamps: dropped or rounded before rendering.
 
-One changed word at the front of a prompt makes everything after it a cache miss. A `Rule` is a pattern and its
+One changed word at the beginning of a prompt makes everything after it a cache miss. A `Rule` is a pattern and its
 replacement. `OWN` are those that come with OneKV; the TOML file may add others (`read_table`); `--hygiene` selects
 those that are on (`chosen`). A `Hygiene` applies these to the system messages of a call, and to nothing else.
 
-`regex` instead of `re`: users' patterns may take forever, on system messages of 100 KB and more. `regex` has a timeout
-and lets other threads run meanwhile; the text is then left unchanged.
+`regex` is used instead of `re` because users' patterns may take forever, on system messages of 100 KB and more. `regex`
+has a timeout, after which the text is left unchanged, and lets other threads run meanwhile.
 """
 
 import logging

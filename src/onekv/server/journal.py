@@ -4,10 +4,10 @@ The id is the client's own (`x-request-id`), if it sent one that is safe to log,
 it as `x-request-id`, and as `request-id` where Anthropic's clients look for it; so do errors in Anthropic's format and
 errors in the log.
 
-    Journal     around all that answers: makes an `Entry`, gives responses their headers, writes the line
-    current     the entry of the request that is being answered, for whoever works on it
-    background  an entry and a line more, for what continues when a request has been answered
-    Backend     adds what it generates: figures that the engine's thread keeps and that are read when the answer is over
+    Journal     middleware: creates an `Entry`, adds headers to responses, writes the line
+    current     the entry of the request being handled, available to the code that handles it
+    background  another entry and line, for work that continues after a request has been answered
+    Backend     adds its generations, whose figures the engine's thread maintains and which are read at the end
 """
 
 import logging

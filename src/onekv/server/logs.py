@@ -1,11 +1,10 @@
-"""Where the server's log goes, in which form, and what of others is in it: stderr, a line for each record, warnings of
-libraries.
+"""Configures the server's log: to stderr, one line per record, including warnings of libraries.
 
     text   time, level, logger and message, for people
     json   the same as one object per line, for collectors (`--log-format json`)
 
-A record that consists of figures, as the line of a request does, is logged by `log_fields`: each `Field` says how it
-reads in text and which members an object has for it, so both forms are of one definition.
+A record that consists of figures, as the line of a request does, is logged by `log_fields`: each `Field` defines both
+its text and the members of the JSON object, so the two formats share one definition.
 """
 
 import json

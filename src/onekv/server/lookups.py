@@ -33,7 +33,7 @@ class Lookup:
     before: tuple[int, ...]
     came: tuple[int, ...]
     had: tuple[int, ...]
-    # Later tokens that are cached but had to be computed again.
+    # Later tokens that are cached but had to be recomputed.
     again: int
 
 

@@ -4,17 +4,17 @@ Templates differ in what they reject: a second system message, one after the use
 row, arguments that are not an object. A template is tested with tiny messages, once; whatever it accepts is left
 unchanged, since the same messages must become the same prompt. What it rejects, or silently drops, is rewritten:
 
-    several system messages at the start    one, joined by an empty line
-    a system message later on               the user's text, in <system> tags, where it stands: moved to the front it
+    several system messages at the start    joined into one by an empty line
+    a system message later on               becomes user text in <system> tags in the same place: moved to the front, it
                                             would change the start of the prompt, and nothing after it would be cached
-    a system message, where there is none   at the front of the first user message
-    two user messages in a row              one, joined by an empty line
-    arguments that are text                 the call as content
-    reasoning beside text and a call        without the reasoning
-    ids of calls other than nine            a hash of that length, in the call and in its result
-    letters and digits
+    a system message, if none is accepted   is prepended to the first user message
+    two user messages in a row              joined into one by an empty line
+    arguments that are text                 the call becomes content
+    reasoning next to text and a call       is removed
+    ids of calls that are not nine          are replaced by a hash of that length, in the call and in its result
+    letters or digits
 
-An answer continues from a message of the assistant's that comes last, unless it has calls (`continues`).
+If the last message is an assistant message without calls, the answer continues it (`continues`).
 """
 
 import hashlib
@@ -135,7 +135,7 @@ def _try_out(tokenizer: Any) -> Taken:
         return text is not None and all(message["content"] in text for message in messages)
 
     def takes_call(arguments: Any, call_id: str = CALL_ID, **more: str) -> bool:
-        """Not every template has the text beside a call."""
+        """Not every template renders the text next to a call."""
         calls = [{"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}]
         result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "Seen"}
         return text_of([user, {**said("assistant", "Looking"), "tool_calls": calls, **more}, result]) is not None

@@ -39,7 +39,7 @@ class Metrics:
         self.started = time.monotonic()
         self._registry = CollectorRegistry()
         self._snapshot = _Snapshot()
-        # What requests found in the cache, for whoever asks why.
+        # Recent lookups in the cache, to explain misses.
         self.lookups = Lookups()
         # The last requests that ended, for watchers: most are over before anyone has seen them run.
         self.ended: deque[Ended] = deque(maxlen=ENDED_KEPT)

@@ -1,4 +1,4 @@
-"""Settings of the model as clients see it: its names, its chat template, how tokens are chosen by default."""
+"""Settings of the model as clients see it: its names, its chat template, its sampling defaults."""
 
 import json
 import math

@@ -1,23 +1,23 @@
 """A prompt in which turns that were generated here have the token ids they were generated as (`turns`).
 
-The template alone decides how a conversation is written. It is rendered twice: as it is, and with a mark in the place
-of each known turn. What lies between the marks is the template's own; what the first text has between those pieces is
-what the template made of each turn:
+Only the template decides how a conversation is rendered. It is rendered twice: as it is, and with a mark in place of
+each known turn. The pieces between the marks are the template's own; the text between those pieces in the first
+rendering is what the template made of each turn:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n  Hello!  <|im_end|>\\n<|im_start|>user\\n ...
     |__ piece _____________________________________________| |_turn_| |__ piece ______________________
 
-If that says what the ids say (`Said`: white space around it and the spelling of a call's JSON aside), the ids take its
-place. If it does not, as where the template drops the thinking of earlier turns, or a client has changed a word, it is
-tokenized as it stands. Thinking that a client left out is given to the template, which keeps it where it wants it.
+If that text matches the ids (`Said`: apart from surrounding white space and the formatting of a call's JSON), the ids
+replace it. If it does not, because the template drops the thinking of earlier turns, or a client has changed a word, it
+is tokenized as it is. Thinking that a client left out is passed to the template, which keeps or drops it.
 
-A mark is the content of a message without calls. Where the template refuses that, since a result needs a call before
+A mark is the content of a message without calls. If the template rejects that, since a result requires a call before
 it, the calls stay (`_Form`), and the turn ends where they end. Some templates write an empty thinking block before a
-mark; it is no part of the piece, as the turn has its own. A turn whose place is not found is tokenized; the others are
-replayed all the same.
+mark; it does not count as part of the piece, as the turn has its own. A turn whose place is not found is tokenized; the
+others are still replayed.
 
-Texts before and after a turn are tokenized apart, which is exact where a token that no text can become part of ends the
-turn, such as <|im_end|>. With any other template nothing is replayed.
+Texts before and after a turn are tokenized separately, which is exact if the turn ends with a token that cannot be part
+of any text, such as <|im_end|>. With any other template, nothing is replayed.
 """
 
 import re
@@ -214,7 +214,7 @@ def _end(
 
 
 def _ends_of_calls(tokenizer: Any, markers: Markers, text: str, at: int, stop: int) -> Iterator[int]:
-    # A call that has no end of its own ends with the turn.
+    # A call without an end marker ends with the turn.
     marker = markers.call_end or str(tokenizer.eos_token)
     while (at := text.find(marker, at, stop)) >= 0:
         yield at + len(markers.call_end or "")

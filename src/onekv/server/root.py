@@ -1,4 +1,4 @@
-"""GET /: the page for browsers; for clients that look whether there is a server (HEAD, too), a line of text."""
+"""GET /: the page for browsers; a line of text for clients that check whether there is a server (also with HEAD)."""
 
 from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response

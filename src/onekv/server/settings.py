@@ -1,4 +1,4 @@
-"""Settings of the server, defined and found like all others: flag, ONEKV_ variable, TOML file, default."""
+"""Settings of the server, defined and resolved like all others: flag, ONEKV_ variable, TOML file, default."""
 
 import ipaddress
 import os
@@ -192,7 +192,7 @@ def _is_file(text: str) -> bool:
     try:
         return bool(text) and Path(text).expanduser().is_file()
     except (OSError, RuntimeError):
-        # Too long for a path, or ~ of nobody: keys.
+        # Too long for a path, or ~ of an unknown user: keys.
         return False
 
 

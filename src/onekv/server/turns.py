@@ -5,8 +5,8 @@ and clients trim white space, reformat JSON and leave out thinking. From that po
 prefix cache. So the generated ids are remembered (`remember`), and reused when the conversation continues (`known`).
 
 A turn is identified by its conversation: the key is a hash of the salt and of what all messages up to it say (`Said`),
-in any spelling. So only a client that sends that conversation with that API key finds it. Whether the ids may be used
-in the prompt, where the template has put the message, is checked by `replay`.
+regardless of formatting. So only a client that sends that conversation with that API key finds it. `replay` checks
+whether the ids may be used in the prompt, at the place where the template has put the message.
 
 Owned by the backend, used in any thread. At most `limit` bytes, the least recently used dropped first. With a disk
 cache they are also in a file in its folder (`tiers/turns.py`), and survive a restart.

@@ -8,7 +8,7 @@ Probes read `Watch.state`. The watchdog, a daemon thread, logs the stacks of all
 step. With `--exit-when-stuck` it then ends the process, for a supervisor to restart it, and likewise if the engine
 could not continue. The disk cache is consistent at every moment, so nothing is closed before.
 
-If something holds Python's lock forever, this cannot run either; then no probe is answered, which says the same.
+If something holds Python's lock forever, this cannot run either; then no probe is answered, which has the same effect.
 """
 
 import logging

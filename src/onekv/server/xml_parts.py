@@ -3,11 +3,11 @@
     <function=write>
     <parameter=path>
     a.py
-    </parameter>        {"path": "a.py"          text that is declared as a string is given as it comes,
+    </parameter>        {"path": "a.py"          text that is declared as a string is sent as it arrives,
     <parameter=lines>
     3
     </parameter>        , "lines": 3             all else when its parameter has ended, as mlx-lm's parser reads it
-    </function>         }                        what the parser makes of the whole call, less what was given
+    </function>         }                        what the parser makes of the whole call, minus what was sent
 
 What was emitted is the beginning of that. Anything written differently from what the template teaches, such as other
 text between parameters, is not emitted before the end; the parser may still understand it. If a call turns out to be

@@ -1,4 +1,4 @@
-"""Whether all that is cached holds what it says; too slow for every step."""
+"""Checks that every cached block and snapshot contains what it should; too slow for every step."""
 
 from collections.abc import Mapping, Set
 

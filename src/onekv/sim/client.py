@@ -1,4 +1,4 @@
-"""A client of the simulated server: what it asks for, what it gets, and whether that is right."""
+"""A client of the simulated server: its requests, the answers, and whether these are right."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from ..errors import MemoryBudgetError, OneKVError, OverloadedError, RequestFail
 from .faults import Faults, Injected
 from .truth import STOP, VOCABULARY, Allowed, Truth
 
-# What ends a request with an error that is nobody's fault.
+# What ends a request with an error that is not a fault.
 REFUSALS = (OverloadedError, TooLongError, MemoryBudgetError)
 
 

@@ -1,4 +1,4 @@
-"""`onekv sim`: seeds in, a verdict out; a seed that fails is made shorter and kept in a file that replays it."""
+"""`onekv sim`: runs seeds and reports the result; the script of a failed seed is minimized and written to a file."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
 from .tiers import memory_folder
 
-# Seconds between two lines about how far it is, where there is no terminal.
+# Seconds between two lines of progress if there is no terminal.
 TELL = 60.0
 
 

@@ -1,4 +1,4 @@
-"""What a simulated server is like: layers, sizes and settings, chosen by a random generator."""
+"""The configuration of a simulated server: layers, sizes and settings, chosen by a random generator."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property

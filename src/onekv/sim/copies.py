@@ -1,7 +1,7 @@
-"""Copies of the prefix index that are made of its events alone, as routers have them.
+"""Copies of the prefix index that are built only from its events, as in routers.
 
-One hears of every change at once. The other takes what has changed now and then (`Unsent`), as the thread that
-publishes events does: what came and went meanwhile, it never hears of.
+One is notified of every change at once. The other takes the changes from time to time (`Unsent`), as the thread that
+publishes events does: it never sees blocks that were added and removed in between.
 """
 
 from collections import Counter

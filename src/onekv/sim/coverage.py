@@ -1,4 +1,4 @@
-"""What a simulation has reached, as a table. What could be reached and was not is in it, too, with a 0."""
+"""What a simulation has reached, as a table, including what could have been reached and was not, with a 0."""
 
 from collections import Counter
 

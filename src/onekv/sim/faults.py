@@ -7,13 +7,13 @@ copy              copying a block raises                    the request that is 
 constraint        a constraint raises                       its request
 text              a detokenizer raises                      its request
 emit              a consumer raises                         its request
-states            reading recurrent states raises           whom the engine works for just then
-tier              the tier breaks its promise and raises    whom the engine works for just then
-upkeep            the same, when it is notified of uses,    whom the engine works for just then
+states            reading recurrent states raises           the requests that the engine is working on
+tier              the tier raises, which it must not        the requests that the engine is working on
+upkeep            the same, when it is notified of uses,    the requests that the engine is working on
                   asked to clear, or not to expect parts
-allowed           a constraint raises when it is asked      its request
-proposer          a proposer raises                         nobody: it is not asked again
-the rest          the disk, the store: see `SimFiles` and   nobody: a tier never fails a request
+allowed           a constraint raises when it is queried    its request
+proposer          a proposer raises                         none: it is no longer used
+the rest          the disk, the store: see `SimFiles` and   none: a tier never fails a request
                   `SimStore` (store.py)
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 from ..tiers.files import Clock, Files, Where
 
 ENGINE_SITES = ("model", "nan", "copy", "constraint", "text", "emit", "states", "tier")
-# Armed by an operation of their own, so that scripts recorded before them stay what they are.
+# Armed by separate operations, so that scripts recorded before they existed stay valid.
 ASKED_SITES = ("allowed", "proposer")
 # Methods of a tier, and the site that they belong to. Not `drop`: if it fails, the engine ends, for its content may be
 # wrong.
@@ -194,7 +194,7 @@ def damage_file(folder: Path, choice: int, how: int) -> bool:
     return True
 
 
-# What a row of the index may hold after somebody has been at it.
+# Values that a tampered row of the index may hold.
 HOSTILE = (None, -1, 0, 2**62, -(2**62), 1.5, "text", b"", b"\xff" * 16, "\x00")
 COLUMNS = (
     "model",

@@ -1,8 +1,8 @@
-"""The simulated model: hashes in the place of keys and values, in the real pool, where the real tables say.
+"""The simulated model: hashes instead of keys and values, in the real pool, at the places that the real tables specify.
 
-It sees what a real model sees, the new tokens and the current step, and works through the pool's own memory. What it
-reads it compares with the truth at once (`Expected`), so a wrong block is found when it is first read, not when an
-answer happens to differ; and what it answers is made of what it read.
+It sees what a real model sees, the new tokens and the current step, and uses the pool's own memory. Everything it reads
+is compared with the truth at once (`Expected`), so a wrong block is found when it is first read, not when an answer
+happens to differ; and its output is computed from what it read.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ..memory.pool.sequence import Sequence
 from ..memory.pool.table import Table
 from .truth import Hashes, Scores, Truth, as_rows, chain, logits, readable
 
-# The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that nobody asks about.
+# The prefix hashes of a sequence's tokens, as far as they are known; None for a sequence that is not checked.
 Expected = Callable[[Sequence], Hashes | None]
 Positions = np.ndarray[tuple[int], np.dtype[np.int64]]
 View = np.ndarray[tuple[int, int, int], np.dtype[np.uint8]]
@@ -76,7 +76,7 @@ class HashModel(Module):
         rows = []
         for row, (sequence, length) in enumerate(zip(step.rows, step.lengths, strict=True)):
             states = [b"" if part is None else part[row].tobytes() for part in parts] if length else []
-            # What is after a row's own tokens is for nobody.
+            # What follows a row's own tokens is padding.
             rows.append(self._row(views, states, sequence, length, tokens[row][: step.counts[row]]))
         if self.truth.states:
             self._write_states(memory, [prefix for _, prefix in rows])

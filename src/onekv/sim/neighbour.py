@@ -1,5 +1,5 @@
-"""Another model of the same process, with its blocks in the same folder: a tier that is opened, used and closed beside
-the engine's. What it reads must be what it stored, whatever the other one writes, evicts, fails or leaves behind.
+"""Another model of the same process, with its blocks in the same folder: a tier that is opened, used and closed while
+the engine's is open. What it reads must be what it stored, whatever the other one writes, evicts or leaves behind.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
-"""A run as a list of operations: made from a seed, carried out, and made shorter while it still fails.
+"""A run as a list of operations: generated from a seed, executed, and minimized if it fails.
 
-An operation is a name and two numbers. What they choose is taken modulo what there is at that moment, so every list of
-operations can be carried out, and the same list on the same configuration always does the same.
+An operation is a name and two numbers. These are taken modulo the number of choices at that moment, so every list of
+operations can be executed, and the same list with the same configuration always does the same.
 """
 
 import logging
@@ -55,7 +55,7 @@ WEIGHTS = {
 }
 
 
-# And these, where there is a store that servers share.
+# And these, if there is a shared store.
 REMOTE_WEIGHTS = {"break the store": 3, "damage a value": 1}
 
 

@@ -1,11 +1,11 @@
-"""A store that servers share, in a dict: it outlives the process, and faults strike between its calls.
+"""A shared store, as a dict: it outlives the process, and faults are injected into its calls.
 
-site                  strikes
+site                  effect
 store unreachable     any call fails
-store slow            any call takes longer than anybody waits
-store full            a put is refused
-store flips           a bit of what is read is another
-store forgets         what is requested is gone
+store slow            any call takes longer than the deadline
+store full            a put is rejected
+store flips           a bit of what is read is flipped
+store forgets         the requested value is gone
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The tiers of a simulated server: the real ones, without threads, on files and a store in which faults strike."""
+"""The tiers of a simulated server: the real ones, without threads, on files and a store with injected faults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ class Limited(SimFiles):
         return count
 
     def check(self) -> None:
-        """All files, and those of parts beside what the index may need before the next look."""
+        """Checks the size of all files, and of parts together with what the index may need before the next check."""
         limit = self._limit()
         sizes = {file: file.stat().st_size for file in self._folder.rglob("*") if file.is_file()}
         parts = sum(size for file, size in sizes.items() if file.parent.parent.parent == self._folder)

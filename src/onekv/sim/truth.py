@@ -1,4 +1,4 @@
-"""The hashes that stand for KV, and the answers of a model that caches nothing.
+"""The hashes that represent KV, and the answers of a model without a cache.
 
 A prefix of tokens has a hash of 64 bits, made from the hash of the prefix before it and its last token. What an array
 of the pool stores for a token is that hash and the array's number, repeated to the length of its rows. The next token

@@ -1,18 +1,18 @@
 """One simulated server: an engine on a folder, its clients, and what must hold after every step.
 
-The world owns what would be outside of the process: the folder, the clock, the clients and what they remember of their
-conversations. The engine, its thread's state and the tier are the process; `die` and `restart` replace them.
+The world owns everything outside of the process: the folder, the clock, and the clients with their conversations. The
+engine, its thread's state and the tier are the process; `die` and `restart` replace them.
 
-Promises, checked after every turn of the engine's thread unless said otherwise:
+Invariants, checked after every turn of the engine's thread unless noted otherwise:
 
     - every count of pools, tables, index and snapshots is right (`check_integrity`)
     - what the model reads is what was stored for those tokens (`HashModel`)
     - nothing is reused that was not computed under the same salt
-    - the pool's arrays stay where they are, and every cached block holds what it says (now and then)
-    - a copy of the prefix index that is made of its events alone is the index (`copies.py`)
-    - the folder never takes more than its limit (after every change of a file)
-    - whoever ended got the tokens of a model without a cache, and exactly one end; who failed had a fault of its own
-    - when all have ended nothing is held; no client waits forever
+    - the pool's arrays have not moved, and every cached block contains what it should (from time to time)
+    - a copy of the prefix index that is built only from its events equals the index (`copies.py`)
+    - the folder never exceeds its limit (after every change to a file)
+    - a request that ended got the tokens of a model without a cache, and exactly one end; one that failed had a fault
+    - when all have ended, nothing is held; no client waits forever
 """
 
 import shutil

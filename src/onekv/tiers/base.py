@@ -85,7 +85,7 @@ class TierStats:
     # Why the tier has stopped working, or is paused, if it is.
     failed: str | None
     # Remote tiers only: how often it was paused; lookups and transfers that took too long; hits that were not used,
-    # and lookups that were skipped, because computing is faster; parts written by somebody without the secret.
+    # and lookups that were skipped, because computing is faster; parts written without the secret.
     pauses: int = 0
     late: int = 0
     not_worth: int = 0

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 Where = str | Path
 
-# NONBLOCK is for a pipe that somebody has put there: opening it would wait forever.
+# NONBLOCK is for a named pipe in place of a file: opening it would block forever.
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 # A new file, or an old one emptied.
 NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -52,7 +52,7 @@ TAG_TEXT = (
     "# For information about cache directory tags see https://bford.info/cachedir/\n"
 )
 _OURS = TAG_TEXT.splitlines()[:2]
-# What the system says of a lock that somebody else has.
+# The errors of a lock that another process holds.
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 _MODEL = re.compile(r"[0-9a-f]{32}")
 _TURNS = re.compile(r"([0-9a-f]{32})\.turns(\.tmp)?")
@@ -237,7 +237,7 @@ class Folder:
         return [item.name for item in self.files.items(self.root) if item.is_folder and _MODEL.fullmatch(item.name)]
 
     def _items(self, folder: str) -> list[Item]:
-        """What is in a folder; nothing if somebody has removed it meanwhile."""
+        """What is in a folder; nothing if it has been removed meanwhile."""
         try:
             return self.files.items(folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -251,7 +251,7 @@ def part_path(root: Path, model: str, key: bytes, part: int) -> str:
 
 
 def holder(root: Path) -> str | None:
-    """The pid of the process that uses a folder, or `unknown`; None if nobody does. The folder is not taken."""
+    """The pid of the process that uses a folder, or `unknown`; None if there is none. Does not lock the folder."""
     try:
         handle = os.open(root / LOCK, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -310,7 +310,7 @@ def _make_folders(folder: Path, files: Files) -> None:
 
 
 def _lock(root: Path, files: Files) -> int:
-    # Not by filelock: where there is no flock it takes a file that a kill leaves; and `there` needs the open handle.
+    # filelock is not used: without flock it creates a file that a kill leaves behind; and `there` needs the handle.
     handle = files.open(root / LOCK, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

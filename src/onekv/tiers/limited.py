@@ -136,7 +136,7 @@ class LimitedStore:
             self._recount()
             raise
         if removed != sum(size for _, size in parts):
-            # Files or rows were changed by somebody else: what was counted for them is not known.
+            # Files or rows were changed from outside: their counts are no longer known.
             self._recount()
             return
         opened = self.setup.opened

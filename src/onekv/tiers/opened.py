@@ -82,8 +82,8 @@ class OpenFolder:
                 self.failed = f"its index failed ({reason})"
             else:
                 self.failed = f"an unexpected error ({type(reason).__name__}: {reason})"
-            # Errors of the operating system come as OperationalError: the next start looks at the index. Others say
-            # that the content is wrong, or led to what nobody thought of: the next start does without it.
+            # Errors of the operating system are raised as OperationalError: the next start checks the index. Others say
+            # that the content is wrong, or caused an unexpected error: the next start does not use it.
             self.index_damaged = not isinstance(reason, (OSError, sqlite3.OperationalError))
             return True
 

@@ -35,7 +35,7 @@ def default_folder() -> Path:
 def open_tiers(
     settings: Settings, plan: Plan, model: Module, name: str, identify: Callable[[Module], str] = identity
 ) -> tuple[list[Tier], TurnsFile | None]:
-    """All that `settings` say there are, the nearest first, and the file for a server's turns beside the disk cache.
+    """All tiers in `settings`, the nearest first, and the file for a server's turns next to the disk cache.
 
     `identify` says which weights a model has.
     """

@@ -25,7 +25,7 @@ from .rows import Row
 from .shared import Setup, Shared
 from .writer import Writer
 
-# Threads beside the caller's.
+# Threads in addition to the caller's.
 READERS = 1
 # Files that tell whether all are in the system's memory.
 _SAMPLE = 4

@@ -24,7 +24,7 @@ SMALL = 64 * 1024 + 4 * WRITES * PAGE
 LEAST_LIMIT = 2 * 1024 * 1024
 
 
-# What SQLite says when the index is fine, but not to be had now.
+# SQLite's errors when the index is intact but temporarily unavailable.
 _PASSING = ("locked", "disk is full")
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger("onekv.disk")
 KEY = 32
 _LENGTH = struct.Struct("<I")
 _CHECKSUM = 8
-# What a turn takes in memory beside its ids, about: its key, and its place in a table.
+# The approximate memory of a turn in addition to its ids: its key, and its entry in a table.
 OVERHEAD = 256
 # A file up to this size is never rewritten.
 LEAST = 1 << 20

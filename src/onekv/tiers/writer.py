@@ -174,7 +174,7 @@ class Writer:
         except OSError as error:
             self.shared.refused(error)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the tier is disabled and says so; nobody may wait forever for a thread that is gone.
+            # Whatever the error is, the tier is disabled and reports it: nothing may wait forever for an ended thread.
             self.shared.fail(error)
         with self.shared.lock:
             self.shared.touched.clear()

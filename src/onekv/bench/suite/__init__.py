@@ -1,12 +1,12 @@
 """`onekv bench all`: the same scenarios for every contender, each a server in a process of its own.
 
-    contenders.py   who is measured, and how its server is started
-    others.py       those of other projects, where they are installed
-    watched.py      runs in the contender's process: what MLX has allocated, over time
-    timeline.py     what a server's process takes over time, and its peaks in each phase
+    contenders.py   the contenders, and how their servers are started
+    others.py       servers of other projects, if they are installed
+    watched.py      runs in the contender's process: MLX's allocations over time
+    timeline.py     memory of a server's process over time, and its peaks in each phase
     session.py      one contender in one scenario
     scenarios.py    what clients do, and what is measured
-    limits.py       what bounds OneKV here: bandwidth of memory, speed of the disk
+    limits.py       hardware limits for OneKV's figures: memory bandwidth, speed of the disk
     measure.py      rounds, interleaved; figures and their medians
     report.py       tables, sentences, Markdown and HTML
     plots.py        bars and timelines as SVG, in light and dark

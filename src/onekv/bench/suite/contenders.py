@@ -1,8 +1,8 @@
-"""Who is measured, and how its server is started.
+"""The contenders, and how their servers are started.
 
-OneKV and mlx_lm.server are started here, in a fresh process for every measurement; `others.py` has those that may be
-installed. Any other server takes part if it runs and speaks OpenAI's API: `--also NAME=URL`. It is not restarted, so it
-keeps what it has cached from one measurement to the next; every measurement therefore has texts of its own.
+OneKV and mlx_lm.server are started here, in a fresh process for every measurement; `others.py` has other servers that
+may be installed. Any other running server with OpenAI's API can be included with `--also NAME=URL`. It is not
+restarted, so it keeps its cache from one measurement to the next; every measurement therefore uses different texts.
 """
 
 import sys
@@ -113,7 +113,7 @@ class MlxLm(Contender):
 
 @dataclass(frozen=True)
 class Running(Contender):
-    """A server that somebody else has started."""
+    """A server that was not started by the benchmark."""
 
     url: str = ""
     model: str = ""

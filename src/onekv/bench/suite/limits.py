@@ -1,6 +1,6 @@
-"""What bounds OneKV on this machine: memory bandwidth where it decodes, the disk where it restores.
+"""The hardware limits for OneKV on this machine: memory bandwidth for decoding, the disk for restoring.
 
-Other contenders have weights and KV of sizes of their own, so their rows have no such figure.
+The weights and KV of other contenders have other sizes, so their rows have no such figure.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Rounds of all scenarios and contenders, interleaved; each measurement with a fresh server.
 
-Before anything is measured, a contender must give the greedy answer that the others gave to a short prompt: otherwise
+Before anything is measured, a contender should give the same greedy answer to a short prompt as the others: otherwise
 it does not run the same model, which is reported with its figures. Results are saved after each measurement, so that
-Ctrl-C loses the measurement in flight and nothing else.
+Ctrl-C loses only the measurement in flight.
 """
 
 import json

@@ -33,7 +33,7 @@ class LlamaCpp(Contender):
 
 @dataclass(frozen=True)
 class NotStarted(Contender):
-    """One that the benchmark cannot start: nobody has run it here."""
+    """A server that the benchmark cannot start: it has not been run this way."""
 
     present: Callable[[], bool] = lambda: False
 

@@ -168,7 +168,7 @@ img { max-width: 100%; } :root { color-scheme: light dark; }
 
 
 def page(about: Mapping[str, Any], results: Results, plots: Mapping[str, list[str]]) -> str:
-    """The same as `markdown`, as one HTML file beside its plots."""
+    """The same as `markdown`, as one HTML file next to its plots."""
     parts = [f"<h1>onekv bench all</h1><p>{html.escape(_about(about))}</p>"]
     for name, contenders in results.items():
         scenario = SCENARIOS[name]

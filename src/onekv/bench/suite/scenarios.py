@@ -1,7 +1,7 @@
-"""What clients do, and what is measured of it.
+"""What clients do, and what is measured.
 
-A scenario is an async function over a `Session`: a fresh server of one contender. Times are the client's, answers are
-streamed and greedy. `text` is a source of words that no other measurement has used, so that nothing is cached of them.
+A scenario is an async function over a `Session`: a fresh server of one contender. Times are measured by the client;
+answers are streamed and greedy. `text` is a source of text that no other measurement has used, so that none is cached.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One contender in one scenario: a fresh server, and a client that asks it."""
+"""One contender in one scenario: a fresh server, and its client."""
 
 import asyncio
 import random

@@ -1,8 +1,8 @@
-"""What a server's process takes over time.
+"""Memory of a server's process over time.
 
-From inside, where the contender runs on MLX: what `watched` writes, of MLX and of the process (its footprint). From
-outside, for all: bytes of the process that are in memory; these count where there is no footprint.
-Phases are marked by the scenario; a peak is that of a phase.
+From inside, if the contender runs on MLX: the figures that `watched` writes for MLX and for the process (its
+footprint). From outside, for all contenders: resident memory, which is used if there is no footprint.
+Phases are marked by the scenario; each phase has a peak.
 """
 
 import json

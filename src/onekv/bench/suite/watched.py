@@ -1,10 +1,10 @@
-"""A Python program whose memory is written to a file while it runs.
+"""Runs a Python program and records its memory in a file.
 
     python -c "from onekv.bench.suite.watched import main; main()" FILE MODULE ARGUMENTS...
 
-Each line of FILE has the time in seconds, and bytes: MLX's active, cached (freed, but kept by MLX) and peak since the
-line before, and the process's footprint, which only the process itself is told on macOS. OneKV is
-imported first, and with it the BLAS that MLX then loads: the same one for every contender.
+Each line of FILE has the time in seconds, and bytes: MLX's active memory, its cache (freed, but kept by MLX) and its
+peak since the previous line, and the process's footprint, which only the process itself can query on macOS. OneKV is
+imported first, and with it the BLAS that MLX then loads, so that every contender uses the same one.
 """
 
 import json

@@ -25,7 +25,7 @@ from . import figures
 from .feed import Feed
 from .figures import Past, Rows, Snapshot
 
-# A name, and the line beside it.
+# The width of a label.
 LABEL = 10
 
 
@@ -182,7 +182,7 @@ class Top(App[None]):
         self.notify(message.text, severity="error" if message.failed else "information", markup=False)
 
     def _sample(self) -> None:
-        """The past continues while the screen is paused, but not while nobody answers."""
+        """The history continues while the screen is paused, but not while there is no connection."""
         if self.snapshot is not None and self.reason is None:
             self.past.add(self.snapshot)
         self._draw()

@@ -13,7 +13,7 @@ from ..asking import Asking
 from .figures import Snapshot
 
 PATH = "/admin/live"
-# The server says something at least every 5 seconds, so after this much silence nobody is there.
+# The server sends something at least every 5 seconds, so after this much silence the connection is lost.
 SILENCE_S = 20.0
 # How long it waits before it tries again.
 RETRY_S = 1.0

@@ -151,7 +151,7 @@ def _tier(name: str, rows: list[dict[str, Any]], past: Past) -> str:
     )
     queued = sum(row["queued_bytes"] for row in rows)
     waiting = f", {format_size(queued)} queued" if queued else ""
-    # A tier without a limit of its own does not know what it has.
+    # A tier without a limit does not know its contents.
     held = f" {format_size(first['bytes'])} of {format_size(first['limit'])};" if first["limit"] else ":"
     return f"{name}{held} read {read}; written {written}{waiting}"
 

@@ -1,8 +1,8 @@
-"""Speculation: tokens that may come next are guessed, and a step verifies several at once.
+"""Speculation: the next tokens are guessed, and a step verifies several at once.
 
-control     what the engine asks and tells; who guesses, and what was learned of that
+control     the engine's interface; owns the proposer and the measurements
 pace        how many guesses a step should verify
-log, lookup guesses from tokens that were seen
-draft       guesses of a smaller model
-verify      from the logits of such a step to tokens
+log, lookup guesses from earlier tokens
+draft       guesses from a draft model
+verify      samples tokens from the logits of such a step
 """

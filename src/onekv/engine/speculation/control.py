@@ -1,13 +1,13 @@
-"""Whether and what to speculate on, step by step: what the engine asks, and what it tells.
+"""Decides step by step whether and what to speculate on; the engine's interface to speculation.
 
-    propose(requests)       before a step: proposals for some of them, or none for anybody
+    propose(requests)       before a step: proposals for some of them, or none at all
     verified(...)           after a step with proposals: how many were right, how long it took
     plain(...)              after a step without: how long it took
-    ended(request)          its tokens may be what a later one repeats
+    ended(request)          a later request may repeat its tokens
 
-The controller owns the proposer and what was learned (`pace`). A request's part of that is in its `Guess`, from its
-first proposal to its end. Nothing here touches the memory: room for proposals is made, and what was wrong taken back,
-by the engine.
+The controller owns the proposer and the measurements (`pace`). A request's part of these is in its `Guess`, from its
+first proposal to its end. Nothing here touches the memory: the engine makes room for proposals and rolls wrong ones
+back.
 """
 
 import logging
@@ -127,7 +127,7 @@ class Speculation:
         try:
             yield
         except Exception as error:
-            log.exception("the proposer failed and is not asked again; answers continue without its guesses")
+            log.exception("the proposer failed and is no longer used; answers continue without its guesses")
             self.proposer, self.failed = None, f"the proposer failed: {error!r}"
 
     def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:

@@ -1,8 +1,8 @@
 """Guesses of a draft model: its own next tokens, one at a time, for all requests together.
 
-It decodes over the tables that the larger model has, a few tokens ahead; then the sequences are as they were, and what
-it has stored of its guesses is stored again by both models when they are verified. So between two steps both models
-have stored the same tokens, whatever was guessed.
+It decodes over the tables of the larger model, a few tokens ahead. Then the sequences are reset, and the guesses that
+it has stored are stored again by both models when they are verified. So between two steps, both models have stored the
+same tokens, whatever was guessed.
 """
 
 import mlx.core as mx

@@ -1,14 +1,14 @@
 """A log of tokens in which the longest recent occurrence of a suffix is found in microseconds.
 
-As in LZ77: `heads` has for every hash of GRAM tokens the latest position where such tokens end, and `previous` for
-every position the one before it in the same bucket. A search walks one bucket, the latest position first.
+As in LZ77, `heads` has, for every hash of GRAM tokens, the latest position where such tokens end, and `previous`, for
+every position, the one before it in the same bucket. A search walks one bucket, the latest position first.
 
     position   0 1 2 3 4 5 6 7 8 9        suffix ... b c d
     token      a b c d x a b c d y        heads[hash(b c d)] -> 8, previous[8] -> 3, previous[3] -> none
 
-A log that is full forgets its older half and is linked anew, which is done once in half a capacity of tokens. So it
-knows at least the last half of its capacity, and what it knows depends on its tokens alone, not on how many of them
-were added at a time.
+A full log drops its older half and is relinked, which happens once for every half capacity of tokens. So it always has
+at least the last half of its capacity, and its contents depend only on its tokens, not on how many of them were added
+at a time.
 """
 
 import struct

@@ -2,9 +2,9 @@
 
     own      the request's prompt and answer, from its first proposal until `forget`; before them its prediction, if
              it has one, as it would follow the prompt
-    shared   what requests of the same salt held that have ended, or a colder tier at the start; one log per salt
+    shared   the tokens of ended requests with the same salt, and at startup those in a colder tier; one log per salt
 
-A token of one salt is never proposed to another: there is no log that has tokens of two.
+A token of one salt is never proposed to another: no log has tokens of more than one salt.
 """
 
 from collections import OrderedDict
@@ -17,7 +17,7 @@ from .log import BREAK, WINDOW, Match, TokenLog, Tokens
 
 # Tokens of one request that are known; 12 bytes each.
 OWN_TOKENS = 1 << 17
-# Tokens of one salt that are known beside those of running requests, and salts.
+# Maximum tokens per salt, apart from those of running requests, and maximum number of salts.
 SHARED_TOKENS = 1 << 18
 SALTS = 64
 # What the logs of all salts take together at most.

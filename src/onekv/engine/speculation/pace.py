@@ -1,11 +1,12 @@
-"""How many proposed tokens a step should verify: as many as make tokens come fastest, by what was observed.
+"""How many proposed tokens a step should verify: as many as maximize the tokens per second, according to measurements.
 
-A step of more rows takes longer, and gives more tokens if the proposals are right. Both are learned: `Costs` has the
-seconds of steps by their number of rows, `Rates` how likely the next token of a proposal is right, for one request and
-by how long the match was that it came from. Of all tokens that are proposed to all requests, the likeliest are taken,
-as many as give the most tokens per second. None, if that is best: so a request that cannot be guessed costs nothing.
+A step with more rows takes longer, and yields more tokens if the proposals are right. Both are measured: `Costs` has
+the duration of steps by number of rows, `Rates` the probability that the next token of a proposal is right, for one
+request and by the length of the match that it came from. Of all tokens proposed to all requests, the likeliest are
+taken, in the number that gives the most tokens per second; none, if that is best, so a request that cannot be guessed
+costs nothing.
 
-What was learned fades while it is not used, towards what is hoped for: so it is tried again, now and then.
+Unused measurements decay towards optimistic values, so that speculation is retried from time to time.
 """
 
 from collections.abc import Iterable

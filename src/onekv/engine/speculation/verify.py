@@ -1,19 +1,19 @@
-"""Drawing the tokens of requests whose next ones were guessed, from logits after each of the guesses.
+"""Samples the tokens of requests whose next ones were guessed, from the logits after each guess.
 
 A request with the proposal p1, p2 has three rows of logits: after its last token, after p1 and after p2. The first
-token that is drawn is its next one, whatever was proposed; where that is p1, the token drawn from the second row is the
-one after it, and so on. Each token is drawn with the request's own key for its place in the answer: so the answer does
-not depend on what was proposed.
+sampled token is its next one, whatever was proposed; if that is p1, the token sampled from the second row is the one
+after it, and so on. Each token is sampled with the request's own key for its place in the answer, so the answer does
+not depend on the proposal.
 
     rows      last      p1       p2
-    drawn     p1        x        -          two tokens: p1 and x. What is stored of p2 is taken back
+    sampled   p1        x        -          two tokens: p1 and x. What is stored of p2 is rolled back
 
-Where a row's token could be another one if it had been computed alone (`Drawn.sure`), nothing is drawn from it: what
-follows is taken back, and the request's next step is of one token. Where a step is exactly what its tokens would be one
-at a time, there is no tolerance, and no doubt.
+If a row's token could have been another one if computed alone (`Drawn.sure`), nothing is sampled from it: what follows
+is rolled back, and the request's next step is of one token. If a step gives exactly the logits of one token at a time,
+there is no tolerance, and no doubt.
 
-Rows of requests whose rules look at the tokens before are drawn in waves, one token of each, because a constraint or a
-penalty must hear of a token before the next one is drawn. Those of all others are drawn at once.
+Rows of requests whose rules depend on earlier tokens are sampled in waves, one token of each, because a constraint or a
+penalty must be given a token before the next one is sampled. Those of all others are sampled at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class Row:
     logprobs: list[Logprob]
     # Whether the model's output is a number; if not, there are no tokens.
     sound: bool
-    # Whether this is all that the step gives it.
+    # Whether these are all the tokens that it gets from this step.
     last: bool = True
     # Tokens that were stored for it and are to be taken back.
     back: int = 0

@@ -1,15 +1,15 @@
 """Attention over the pool.
 
-How a model's calls reach it is hook.py's part; what a layer has there, and how a step writes and reads it, layer.py's.
-What computes is a backend (base.py has the contract):
+hook.py routes a model's calls here; layer.py has a layer's KV, and how a step writes and reads it. Attention is
+computed by a backend (base.py has the contract):
 
     cuda/         kernels over plain and over encoded blocks
     metal/        kernels over plain blocks, used if a trial at load says so
     numba/        compiled loops over plain and over encoded blocks on CPU; loops.py for steps outside of MLX
     paged.py      MLX's operations over plain blocks
-    shared.py     the same where rows begin with the same blocks, which are read once
-    tiles.py      the same over encoded ones on CPU, a tile at a time
-    decoded.py    MLX's own attention over decoded blocks, and mlx-lm's over what is read
+    shared.py     the same for rows that begin with the same blocks, which are read once
+    tiles.py      MLX's operations over encoded blocks on CPU, a tile at a time
+    decoded.py    MLX's own attention over dequantized blocks, and mlx-lm's over what is read
 """
 
 from ..layout import Rule
@@ -27,7 +27,7 @@ from .tiles import Tiles
 
 __all__ = ["Backend", "Call", "LayerKV", "backends", "choose"]
 
-# In this order they are asked; whoever has another puts it where it belongs, before a model is loaded.
+# They are tried in this order; another backend is inserted at its position before a model is loaded.
 backends: list[type[Backend]] = [
     CudaPlain,
     CudaEncoded,

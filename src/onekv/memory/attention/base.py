@@ -1,11 +1,11 @@
 """The contract of an attention backend: how one layer attends over the pool.
 
-When a model is loaded, every layer gets the backends that support it as it is stored here, in the order of the list
-(`attention.backends`), one object each. A decode step asks them in that order; one that cannot do this very call says
-None and the next is asked. What none of them does, mlx-lm's own attention does over what is read.
+When a model is loaded, every layer gets the backends that support its storage format on this device, in the order of
+the list (`attention.backends`), one object each. A decode step tries them in that order; one that cannot handle the
+call returns None, and the next is tried. If none of them can, mlx-lm's own attention runs over what is read.
 
-A backend owns nothing but what it derives at load: the layer's arrays are `LayerKV`'s, and what it takes of them may
-not outlive the call, or the next write copies the pool. Those that are `eager` read and write the pool's memory while
+A backend owns only what it derives at load: the layer's arrays belong to `LayerKV`, and references to them must not
+outlive the call, or the next write copies the pool. Backends that are `eager` read and write the pool's memory while
 the model is called, the others when the step is evaluated.
 """
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class Backend(ABC):
-    # Whether it computes by a kernel or loops of its own: those are left out with `--kernels off`.
+    # Whether it uses OneKV's own kernels or loops, which `--kernels off` leaves out.
     kernel: ClassVar[bool] = False
     # Whether decode steps compute this layer while the model is called, not when the step is evaluated.
     eager: ClassVar[bool] = False

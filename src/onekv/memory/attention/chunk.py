@@ -1,4 +1,6 @@
-"""Attention of a piece of a prompt on CPU: for a few queries at a time, whose scores stay in the processor's cache."""
+"""Attention for a chunk of a prompt on CPU: a few queries at a time, so that their scores stay in the processor's
+cache.
+"""
 
 import mlx.core as mx
 

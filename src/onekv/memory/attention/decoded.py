@@ -1,5 +1,5 @@
-"""Attention by MLX's own, where nothing reads the pool as it is: over encoded rows that are decoded for it, one layer
-at a time, and over plain ones as mlx-lm would do it.
+"""MLX's own attention, if no other backend can read the pool in place: over encoded rows that are dequantized one layer
+at a time, and over plain ones as in mlx-lm.
 """
 
 import mlx.core as mx

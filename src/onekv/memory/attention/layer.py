@@ -1,8 +1,8 @@
-"""The KV of one layer in the pool: written where a step says, and read as a step reads it.
+"""The KV of one layer in the pool: written and read as the current step specifies.
 
-Rows are stored by the layer's codecs, keys without their centre if there is one (`formats.centre`). All that is
-attended over is what is stored, the tokens of the step included: so the result does not depend on how a prompt is cut,
-or on what of it was cached.
+Rows are stored by the layer's codecs, keys without their centre if there is one (`formats.centre`). Attention only uses
+what is stored, including the tokens of the step: so the result does not depend on how a prompt is divided into chunks,
+or on how much of it was cached.
 """
 
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""Decode attention by compiled loops, from NumPy's arrays to NumPy's arrays."""
+"""Decode attention by compiled loops, on NumPy arrays."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,8 @@
-"""Decode attention straight over plain blocks, by MLX's operations: nothing is gathered or copied.
+"""Decode attention directly over plain blocks, by MLX's operations: nothing is gathered or copied.
 
-One query token per row. A single sequence whose slots are adjacent is read as one matrix (`run_decode`). Else every
-(row, block) pair is one small matrix product with the block where it lies (`mx.gather_mm`), so blocks may be anywhere
-and shared (`paged_decode`). G query heads share one KV head. The pairs of a row are joined either as a grid,
+There is one query token per row. A single sequence whose slots are adjacent is read as one matrix (`run_decode`).
+Otherwise every (row, block) pair is a small matrix product with the block in place (`mx.gather_mm`), so blocks may be
+anywhere and may be shared (`paged_decode`). G query heads share one KV head. The pairs of a row are joined as a grid,
 
     scores  [rows, heads, n, G, block_size] -> softmax over all n * block_size slots of a row -> [rows, heads, G, dim]
 

@@ -1,12 +1,12 @@
-"""Decode attention over plain blocks, by MLX's operations, where rows of a batch begin with the same blocks.
+"""Decode attention over plain blocks, by MLX's operations, for rows of a batch that begin with the same blocks.
 
-What several rows share (one system prompt, the branches of a conversation) is read once per step: the queries of all
-of them are one matrix, multiplied with the shared keys. Then each row attends over its own blocks as `paged` does it.
-Each time a row gets the largest of its scores, the sum of its weights and its weighted sum of values, and these are
-joined: weights relative to another largest score differ by one factor.
+Blocks shared by several rows (a system prompt, the branches of a conversation) are read once per step: the queries of
+all these rows form one matrix, which is multiplied by the shared keys. Then each row attends over its own blocks as in
+`paged`. Each pass gives a row's largest score, the sum of its weights and its weighted sum of values, and these are
+joined: weights relative to a different largest score differ by one factor.
 
-What is shared is looked for when the tables have changed, not in every step: rows that join, leave or branch change
-them.
+Shared blocks are searched for when the tables have changed, not in every step: they change when rows join, leave or
+branch.
 """
 
 from functools import cached_property

@@ -1,7 +1,7 @@
-"""Weights of scores, as fast as the device makes them.
+"""Attention weights from scores, in the way that is fastest on the device.
 
-On CPU the exponential is most of the work: MLX takes 21 ns for one there, and 7 for a power of 2 (which is also closer
-to the truth). So there scores are scaled by log2(e) too, and weights are powers of 2.
+On CPU, exponentials are most of the work: MLX takes 21 ns for one, and 7 for a power of 2 (which is also more
+accurate). So on CPU, scores are also scaled by log2(e), and weights are powers of 2.
 """
 
 import math

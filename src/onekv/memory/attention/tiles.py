@@ -5,9 +5,9 @@
     weights  softmax over tokens      in float32
     out      [heads, G, dim]          each tile's values are read, multiplied with the weights and dropped
 
-G query heads share one KV head. A tile of one head lies in one piece in the pool, so it is read without being copied.
-The factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
-`mx.depends` makes each wait for the one before it. For CPU: the weights are powers of 2.
+G query heads share one KV head. A tile of one head is contiguous in the pool, so it is read without being copied. The
+factors of rows are applied to all scores and weights at once. MLX would read many tiles ahead of their products;
+`mx.depends` makes each wait for the one before it. This is for CPUs: the weights are powers of 2.
 """
 
 from collections.abc import Iterator, Sequence

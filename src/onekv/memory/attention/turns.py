@@ -1,7 +1,7 @@
-"""Tables of RoPE for the positions that steps read, shared by all layers that turn their keys alike.
+"""Tables of RoPE for the positions that steps read, shared by all layers that rotate their keys in the same way.
 
-Where no window moves, rows start at position 0: one table, which grows by `UNIT` positions when it is too short, serves
-all steps. In a window a table is made for the blocks of a step and kept as long as they stay the same.
+Without a window, rows start at position 0: one table, which grows by `UNIT` positions when it is too short, serves all
+steps. With a window, a table is built for the blocks of a step and kept as long as they stay the same.
 """
 
 import mlx.core as mx

@@ -4,10 +4,10 @@
     q8, q6, q5, q4           rotated, then `mx.quantize`: 8, 6, 5 or 4 bits
     tq4, tq3, tq2            TurboQuant: 4, 3 or 2 bits
 
-One name stands for keys and values both. For different ones, k and v come before each: `kq8vq4`, `ktq4vtq2`,
-`kautovq8`; a bare number means q, so `k8v4` is `kq8vq4`. `compared` has those that tables show.
+A single name applies to keys and values. For different formats, each is prefixed with k or v: `kq8vq4`, `ktq4vtq2`,
+`kautovq8`; a number alone means q, so `k8v4` is `kq8vq4`. `compared` has those that tables show.
 
-A format is a name and what makes its codec (`register`); base.py has the contract of a codec.
+A format is a name and a function that creates its codec (`register`); base.py has the contract of a codec.
 """
 
 import re

@@ -3,8 +3,8 @@
 A group is the whole row for dims 32, 64 and 128, so that the factors can be left to attention; else the largest of 128,
 64, 32 that divides dim. Bits per number: 8, 6, 5 or 4, and 32 / group (dim 64: 8.5 and 4.5; dim 128: 8.25 and 4.25).
 
-Codes of 8 and 4 bits are packed by `mx.quantize`, those of 6 and 5 as two planes (`packing`): MLX puts eight codes of 5
-bits into five bytes, most of them across two, which neither vector instructions nor a lane of a GPU read well.
+Codes of 8 and 4 bits are packed by `mx.quantize`, those of 6 and 5 as two planes (`packing`): MLX packs eight 5-bit
+codes into five bytes, most of them straddling two, which is slow to read with vector instructions or on a GPU.
 
 Scales and biases are float16, not bfloat16: `mx.quantize` chooses codes for the exact scale, and rounding it to 8 bits
 afterwards moves q8's largest code by half a step. Rotated numbers are kept below float16's largest; keys that are

@@ -1,8 +1,8 @@
-"""The centre of a layer's keys: what they all have in common is taken off before they are encoded, and put back when
-scores are made.
+"""The centre of a layer's keys: the component that they all have in common is subtracted before they are encoded, and
+added back to the scores.
 
-In many models most of a key's energy is the same vector for all tokens of a head, turned by RoPE: codes would be spent
-on what is known. With m that vector before RoPE, and R_s what RoPE does at position s,
+In many models, most of a key's energy is the same vector for all tokens of a head, rotated by RoPE: codes would be
+wasted on it. With m that vector before RoPE, and R_s the rotation at position s,
 
     stored     encode(k - R_s m)
     score      <q, k> = <q, decoded> + <q, R_s m>
@@ -12,10 +12,10 @@ m alone. All heads and layers share their table (`Rope.table`):
 
     <q, R_s m> = <q A, table_s>         A [dim, dim] from m, two numbers per row (`Centre.matrix`)
 
-The first token of a sequence is left as it is: it is what attention falls back on, and unlike all others.
+The first token of a sequence is not centred: it is an attention sink, unlike all others.
 
-m is an estimate (`memory.calibration`): a bad one costs exactness of the codes, never correctness, because what is
-taken off and what is put back are the same numbers.
+m is an estimate (`memory.calibration`): a bad one costs precision of the codes, never correctness, because the same
+numbers are subtracted and added back.
 """
 
 from dataclasses import dataclass

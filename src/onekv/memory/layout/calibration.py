@@ -1,10 +1,11 @@
 """Finds the centres of a model's keys (`formats.centre`): one pass over a short text, with mlx-lm's own caches.
 
-While the model runs, `mx.fast.rope` is watched (`traces`). Keys that a layer stores and that such a call has returned
-have the mean of what the call was given, and are turned like it; other keys have the mean of what is stored.
+While the model runs, calls of `mx.fast.rope` are recorded (`traces`). If the keys that a layer stores are the result of
+such a call, their centre is the mean of the call's input, rotated in the same way; otherwise it is the mean of what is
+stored.
 
-The text is short and of several kinds. It is not looked at again: whoever gives the same tokens to the same model gets
-the same centres, except for rounding, which moves what is put back as little as it moves everything else.
+The text is short and of several kinds, and is read only once: the same tokens and the same model give the same centres,
+except for rounding, which changes what is added back as little as everything else.
 """
 
 from collections.abc import Callable, Iterator, Sequence

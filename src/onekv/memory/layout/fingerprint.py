@@ -1,6 +1,6 @@
-"""What decides, besides the model and its tokens, the bytes of what is stored: every field of it by name.
+"""What determines the stored bytes, in addition to the model and its tokens: every field, by name.
 
-Two plans with the same text can read each other's blocks and states; what is not listed here does not matter for them.
+Two plans with the same text can read each other's blocks and states; whatever is not listed here does not affect them.
 """
 
 import json

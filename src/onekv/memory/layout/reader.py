@@ -1,6 +1,6 @@
 """Reads the layout of a model from the model itself.
 
-mlx-lm's own caches are made once and given to one lazy forward pass; nothing is computed, but afterwards they show
+mlx-lm's own caches are created once and passed to one lazy forward pass; nothing is computed, but afterwards they have
 every layer's kind, shape and dtype.
 """
 
@@ -70,7 +70,7 @@ class _Reader:
             else:
                 structure.append(self._leaf(name, cache))
         groups = tuple(Group(rule, tuple(layers)) for rule, layers in self.groups.items())
-        # A model with an attention of its own does not say; eight query heads per KV head are many.
+        # Unknown for a model with its own attention; eight query heads per KV head is a high estimate.
         most = max((8 * layer.heads for group in groups for layer in group.layers), default=1)
         heads = max(query_heads, default=most)
         return Layout(groups, tuple(self.states), tuple(structure), vocabulary, heads)
@@ -99,6 +99,6 @@ class _Reader:
         if type(cache) is ChunkedKVCache:
             return Rule(chunk=cache.chunk_size)
         raise UnsupportedLayerError(
-            f"{name} keeps its state in a {type(cache).__name__}, which OneKV cannot hold; "
+            f"{name} keeps its state in a {type(cache).__name__}, which OneKV does not support; "
             "supported are KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache and lists of them"
         )

@@ -1,5 +1,5 @@
-"""Where the bytes go: device.py says what there is, workspace.py what a step needs, budget.py how the KV budget is
-divided; plan.py puts them together.
+"""The memory plan: device.py determines what is available, workspace.py what a step needs, budget.py how the KV budget
+is divided; plan.py combines them.
 """
 
 from .plan import MARGIN, Plan, make_plan

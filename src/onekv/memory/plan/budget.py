@@ -1,8 +1,8 @@
 """How the KV budget is divided.
 
-It is one number. Recurrent states take their share for `max_batch` sequences first; sliding windows get what
-`max_batch` sequences need of them, at most half of the rest; full attention gets all that is left, because there more
-blocks always mean longer or more conversations. Blocks on their way to the disk have a room of their own.
+It is one number. Recurrent states for `max_batch` sequences come first; sliding windows get what `max_batch` sequences
+need, at most half of the rest; full attention gets the remainder, because there more blocks always mean longer or more
+conversations. Memory for blocks in flight to the disk is separate.
 """
 
 import math
@@ -17,7 +17,7 @@ from ..pool.table import blocks_needed
 MAX_ELEMENTS = 2**31 - 1
 # Sequences whose window is kept, for each that may run, if half of the budget allows.
 WINDOWS = 4
-# What a block's file has beside its content, amply.
+# A generous estimate of the overhead of a block's file.
 HEADER = 2**16
 # The most memory for blocks on their way to the disk, unless it is set.
 QUEUE = 256 * 2**20
@@ -28,7 +28,7 @@ ARRIVALS = 64 * 2**20
 def divide(
     layout: Layout, budget: int, block_size: int, max_batch: int, chunk: int, snapshots: int = 0
 ) -> tuple[int, ...]:
-    """How many blocks of each group `budget` bytes buy beside `snapshots` bytes of snapshots.
+    """How many blocks of each group fit into `budget` bytes, in addition to `snapshots` bytes of snapshots.
 
     Raises MemoryBudgetError if not even one sequence fits.
     """

@@ -1,4 +1,4 @@
-"""Where the bytes go: weights + KV pool + workspace + margin, against what the device has."""
+"""The memory plan: weights + KV pool + workspace + margin, compared with the memory of the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ MARGIN = 256 * 2**20
 SNAPSHOTS = 8
 # Parts on their way from the disk: one for each of two threads that read, and states. On CUDA, two blocks and states.
 UNPLACED = 3
-# Parts that a store's client holds beside our own buffers: one for each thread that fetches, and one that is sent.
+# Parts in a store's client, in addition to our own buffers: one for each fetching thread, and one being sent.
 REMOTE_UNPLACED = 5
 
 

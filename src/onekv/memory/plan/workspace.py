@@ -1,4 +1,4 @@
-"""What a model needs beside the KV: its weights, and what a step works with."""
+"""What a model needs in addition to the KV: its weights, and the workspace of a step."""
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -33,7 +33,7 @@ def workspace_bytes(
     max_batch: int,
     chunk: int,
 ) -> int:
-    """What a step needs beside weights and pool: activations, attention scores, logits, one gathered layer, centres."""
+    """What a step needs in addition to weights and pool: activations, scores, logits, one gathered layer, centres."""
     shapes = [array.shape for array in _weights(model) if array.ndim >= 2]
     width = max((shape[-2] for shape in shapes if shape[-2] != layout.vocabulary), default=1)
     activations = chunk * width * 4 * 8

@@ -7,14 +7,14 @@ them beyond a step, or the next write copies.
 
 A block is held (`references` > 0: tables refer to it), idle (nobody does, but the prefix cache keeps it: `cached`) or
 free. Some free or idle blocks are promised to running sequences (`reserved`), so that a sequence that was admitted
-never fails for lack of a block. Whoever caches blocks evicts idle ones before they are taken: the pool itself knows
-nobody to ask. Pinned ones are not promised:
+never fails for lack of a block. The cache evicts idle blocks before they are taken: the pool itself never evicts.
+Pinned blocks are not promised:
 
     | held (perhaps cached too) | idle, pinned | idle | free |
                                                | reserved: some of these | available: the others |
 
-In a window, tables let go of blocks while they run and take others instead. A block that two of them share is then
-still held by one when the other asks for a new one, so there a block counts once for every table that refers to it.
+In a window, tables release blocks while they run and take others instead. A block that two of them share is then still
+held by one when the other requests a new one, so in a window, a block counts once for every table that refers to it.
 """
 
 from typing import Any
@@ -185,7 +185,7 @@ class Pool:
         self.peak_held = max(self.peak_held, self.held)
 
     def release(self, blocks: list[int]) -> None:
-        """One reference less to each of `blocks`; those that nobody refers to any more are free or idle."""
+        """Remove a reference from each of `blocks`; those without references become free or idle."""
         if not blocks:
             return
         if (self.references[blocks] < 1).any():

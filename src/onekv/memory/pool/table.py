@@ -4,9 +4,9 @@
     blocks     [held]             [-1, -1, ...]        [held, held, ...]
 
 Block i of the table holds positions [i * block_size, (i + 1) * block_size). A sliding window forgets blocks that no
-later query reads: they go back to the pool at once, but their number stays reserved for the table's own growth. The
-blocks of a cached prefix are shared: they are referred to, never written. Those that are cached in a colder tier are
-`WANTED` until the table takes blocks of its own for them, to be filled from there.
+later query reads: they are returned to the pool at once, but the same number stays reserved for the table's own growth.
+The blocks of a cached prefix are shared: they are referenced, never written. Those that are cached in a colder tier are
+`WANTED` until the table takes blocks of its own for them, which are filled from there.
 """
 
 from ..layout import Rule

@@ -1,4 +1,4 @@
-"""For operators: /health, /metrics, and /admin: the cache and its contents, probe, integrity, models, live."""
+"""Endpoints for operators: /health, /metrics, and /admin: the cache, its contents, probe, integrity, models, live."""
 
 from fastapi import APIRouter
 

@@ -1,4 +1,4 @@
-"""GET and DELETE /admin/cache: who holds which bytes; drop what is not in use."""
+"""GET and DELETE /admin/cache: memory by owner; drop what is not in use."""
 
 from dataclasses import asdict
 from typing import Any
@@ -46,7 +46,7 @@ def _pool(pool: PoolStats) -> dict[str, Any]:
 
 @router.delete("/admin/cache", dependencies=ADMINISTRATOR)
 async def clear(request: Request) -> dict[str, int]:
-    """Drop what no running request uses and nobody has pinned, for all keys; returns how much that freed."""
+    """Drop whatever is neither used by a running request nor pinned, for all keys; returns how much that freed."""
     models: Models | None = request.app.state.models
     backends = [request.app.state.backend] if models is None else list(models.backends().values())
     freed = [await backend.call(LLM.clear_cache) for backend in backends]

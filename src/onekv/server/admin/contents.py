@@ -1,7 +1,7 @@
 """What is cached, and why more was not: a single block, conversations as a tree, recent lookups; pin and drop.
 
-Any key sees what belongs to it; the administrator sees the figures of all keys. Text is shown to the key that sent it
-(`access.Reader`). Models that are not loaded have nothing cached and are not loaded for this.
+Every key sees what belongs to it; the administrator sees the figures of all keys. Text is shown to the key that sent it
+(`access.Reader`). Models that are not loaded have nothing cached, and are not loaded for this.
 """
 
 import asyncio

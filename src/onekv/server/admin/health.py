@@ -1,8 +1,8 @@
 """GET /health, /health/live and /health/ready: whether the engine makes progress, for people and for probes.
 
-/health, /health/ready    200 where requests are served; 503 while the model is loaded, while the server shuts down, and
-                          where the engine is stuck or has ended
-/health/live              503 only where the engine is stuck or has ended: nothing but a new process helps
+/health, /health/ready    200 if requests are served; 503 while the model is loading, while the server shuts down, and
+                          if the engine is stuck or has ended
+/health/live              503 only if the engine is stuck or has ended, so that only a restart helps
 """
 
 import time

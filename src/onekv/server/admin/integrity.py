@@ -1,4 +1,4 @@
-"""GET /admin/integrity: whether everything adds up."""
+"""GET /admin/integrity: whether all counts are consistent."""
 
 import gc
 import threading

@@ -39,7 +39,7 @@ async def unload(name: str, request: Request) -> dict[str, Any]:
 
 @router.post("/admin/models/{name:path}/pin")
 async def pin(name: str, request: Request) -> dict[str, Any]:
-    """Never unload it for another one. Loads nothing; refused where it cannot fit beside what else is pinned."""
+    """Never unload it for another one. Does not load it; rejected if it cannot fit together with the pinned ones."""
     _models(request).pin(_models(request).find(name))
     return overview(_models(request))
 

@@ -1,4 +1,4 @@
-"""The answer of /admin/cache/conversations: made once for all who ask, and never so often that it costs over 1 %."""
+"""The response of /admin/cache/conversations: built once for all clients, at a cost of at most 1 % of the time."""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
 """From a body of the Messages API to the common `ChatCall`.
 
-Thinking is off unless it is requested, as in Anthropic's API: a client that did not ask has max_tokens for the answer
-alone, and reads the first block as text. `enabled` and `disabled` are passed to the template, which may have a switch;
-`adaptive` leaves it to the template. A model that thinks although it should not does so unseen (`messages.py`).
+Thinking is off unless it is requested, as in Anthropic's API: a client that did not request it expects max_tokens to be
+for the answer alone, and the first block to be text. `enabled` and `disabled` are passed to the template, which may
+have a switch; `adaptive` leaves it to the template. If a model thinks nevertheless, that is hidden (`messages.py`).
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Request bodies of the Messages API. Fields that do not change the answer here (cache_control, metadata) are ignored.
 
-A block of a kind that is not listed, such as an image, is refused by its type; in a tool's result it becomes a line of
-text, since it stays in the history of the conversation.
+A block of a kind that is not listed, such as an image, is rejected by its type; in a tool's result it is replaced by a
+line of text, since it stays in the history of the conversation.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,7 +1,7 @@
 """From settings to a publisher for each model.
 
-A publisher has endpoints of its own. Those of the first model are as they were given; of the others, the port is
-higher by one each, or the path of a socket file has .1, .2 and so on behind it.
+Each publisher has endpoints of its own. Those of the first model are as configured; for each further model, the port is
+higher by one, or the path of the socket file ends with .1, .2 and so on.
 """
 
 import logging

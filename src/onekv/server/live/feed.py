@@ -1,6 +1,6 @@
 """The feed: one snapshot, encoded once, for all watchers.
 
-    nobody watches: nothing runs  ->  the first comes: a task takes snapshots, and publishes one when something changed
+    no watchers: nothing runs  ->  the first arrives: a task takes snapshots, and publishes one when something changed
     ->  the last leaves: the task ends
 
 A slow reader gets the newest snapshot when it is ready for it, and never those in between: nothing is queued. All
@@ -17,13 +17,15 @@ from .snapshot import Snapshots
 
 # How often to check for changes, and how long a stream may be silent.
 LOOK_S, KEEP_ALIVE_S = 0.25, 5.0
+# How long the first snapshot may wait for a view that is not from the past.
+FIRST_S = 1.0
 # Large, fragmented pools take longer to encode and are published less often: at most 1/200 of the time goes into it.
 PATIENCE = 200
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class Feed:
-    """Belongs to the event loop: nobody else calls it."""
+    """Belongs to the event loop: only called from there."""
 
     def __init__(self, snapshots: Snapshots) -> None:
         self.snapshots = snapshots
@@ -39,12 +41,12 @@ class Feed:
         self._watchers += 1
         try:
             if self._task is None or self._task.done():
-                # Before anything is sent: what was published last may be old.
-                self._publish()
+                # What was published last may be old.
+                self._frame, self._last = b"", None
                 self._task = asyncio.create_task(self._run())
             seen = -1
             while not self._task.done():
-                if seen != self._number:
+                if self._frame and seen != self._number:
                     seen = self._number
                     yield self._frame
                     continue
@@ -59,6 +61,11 @@ class Feed:
 
     async def _run(self) -> None:
         try:
+            # An idle engine's view is from its last step. During a long step there is none that is newer.
+            asked = time.monotonic()
+            while not self.snapshots.newer_than(asked) and time.monotonic() < asked + FIRST_S:
+                await asyncio.sleep(0.01)
+            self._publish()
             took = 0.0
             while self._watchers and not self.snapshots.stopping:
                 await asyncio.sleep(max(LOOK_S, PATIENCE * took))

@@ -18,9 +18,9 @@ from ..metrics import Ended
 from ..models.describe import overview, overview_of_one
 from ..models.registry import Models
 
-# Bytes of memory, by owner, that models have each of their own.
+# Bytes of memory, by owner, that each model has separately.
 OWNERS = ("held", "cached", "pinned", "free", "states", "snapshots")
-# What /admin/models says of a model that the feed says, too.
+# Fields of /admin/models that are also in the feed.
 KEPT = (
     *("name", "names", "state", "keep", "base", "reason", "bytes"),
     *("context_length", "block_size", "loading", "unloading"),
@@ -50,6 +50,12 @@ class Snapshots:
         """The id under which the feed shows a request; None if it has not shown it yet."""
         seen = self._seen.get((model, number))
         return seen.id if seen is not None else None
+
+    def newer_than(self, moment: float) -> bool:
+        """Whether the views of all loaded models are; asking makes an idle engine take another one."""
+        backend = self._backend
+        backends = backend.backends().values() if isinstance(backend, Models) else [backend]
+        return all(each.thread.look(blocks=True).time >= moment for each in backends if each.loaded)
 
     def take(self) -> dict[str, Any]:
         """What there is now. Only where something is loaded (`admin.access.loaded`)."""

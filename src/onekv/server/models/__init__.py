@@ -1,39 +1,39 @@
-"""Several models behind one server, in one number of bytes.
+"""Several models behind one server, in one memory budget.
 
     settings.py   `--memory` and `--keep`
-    spec.py       which models there are: names, settings of each, from the command line and [models.NAME] tables
-    planning.py   what a model needs, known before its weights are loaded
-    weights.py    a base and its adapters have the same weights, which are in memory once
-    loading.py    from a model to the `Backend` that answers for it
-    freeing.py    what was freed goes back to the system
-    progress.py   how far a load or an unload is, and how long it will take
-    model.py      one model: its state, and who uses it
+    spec.py       the models: names and settings of each, from the command line and [models.NAME] tables
+    planning.py   how much memory a model needs, known before its weights are loaded
+    weights.py    weights shared by a base and its adapters, in memory once
+    loading.py    creates the `Backend` of a model
+    freeing.py    returns freed memory to the system
+    progress.py   progress of loads and unloads, and estimates of their duration
+    model.py      one model: its state, and the requests that use it
     registry.py   `Models`: which are loaded; the thread that loads and unloads
-    refusals.py   what a request is told that gets none
-    choose.py     from a request to the model that it names; the request holds it until it is answered
-    early.py      what a stream says while its request waits for a model
-    describe.py   what /v1/models, /health and /admin/models say of them
-    figures.py    /metrics of all of them
+    refusals.py   errors for requests that get no model
+    choose.py     finds the model that a request names; the request holds it until it is answered
+    early.py      events of a stream while its request waits for a model
+    describe.py   descriptions of models for /v1/models, /health and /admin/models
+    figures.py    /metrics of all models
 
-`Models` owns all of them, and one `Backend` for each that is loaded: made when it is loaded, dropped when it is
-unloaded. A server that has one model and no `--memory` has no `Models`: its `Backend` is there from start to end.
+`Models` owns all of them, and one `Backend` for each that is loaded: created when it is loaded, dropped when it is
+unloaded. A server with a single model and no `--memory` has no `Models`: its `Backend` exists from start to end.
 
     unloaded -> loading -> loaded -> unloading -> unloaded
                    \\-> failed -> loading                      failed keeps the reason; the next request tries again
 
 `loading`     its bytes are counted from here on; requests for it wait
 `loaded`      requests for it get its backend at once, and hold it until they are answered
-`unloading`   no new request gets it; when those that hold it are answered its engine is stopped, hot blocks go to the
-              disk cache, pool and weights are given back. Its bytes are counted until that is done
+`unloading`   no new request gets it; when those that hold it are answered, its engine is stopped, blocks in memory are
+              written to the disk cache, and pool and weights are freed. Its bytes are counted until that is done
 
-A base and its adapters are models of their own, each with an engine, a pool and a state. The weights that they share
-are counted once, from when the first of them is loading until the last is unloaded, in whatever order that is. Where
+A base and its adapters are separate models, each with an engine, a pool and a state. The weights that they share are
+counted once, from the start of the first load until the last of them is unloaded, in whatever order that happens. If
 two of them never fit together, the weights stay, and are counted, while one makes room for the other.
 
-One thread (onekv-models) loads and unloads, one model at a time, so the bytes that are counted are never more than
-`--memory`. Requests for models that are not loaded wait in one queue in the order they came; the model of the first is
-the next to be loaded. Where there is no room for it, others have to go: the least recently used that nobody holds
-first, then those that are held, which get no new requests until it is loaded, so that nobody waits for ever. What is
-pinned never has to go, and a model that does not fit beside what is pinned is refused at once. How long a model stays
-is `Model.keep`, which starts as it was configured; pinning one at run time changes that and nothing else.
+One thread (onekv-models) loads and unloads, one model at a time, so the bytes counted never exceed `--memory`. Requests
+for models that are not loaded wait in one queue in order of arrival; the model of the first is loaded next. If there is
+no room for it, others are unloaded: first the least recently used that no request holds, then those that are held,
+which get no new requests until it is loaded, so that no request waits forever. Pinned models are never unloaded, and a
+model that does not fit in addition to them is rejected at once. `Model.keep` determines how long a model stays; it
+starts as configured, and pinning a model at run time changes only that.
 """

@@ -1,7 +1,7 @@
-"""From a request to the backend that answers it.
+"""Finds the backend that answers a request.
 
-A request that has chosen a model of several holds it until the response has been sent, whatever becomes of it: `Held`
-lets go of it then. While it waits for its model, its client is told how long that may take, if it streams.
+With several models, a request holds its model until the response has been sent, whatever the outcome; `Held` then
+releases it. While a streaming request waits for its model, its client is told how long that may take.
 """
 
 import asyncio

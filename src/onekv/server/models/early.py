@@ -1,10 +1,10 @@
-"""A stream that is begun while its request waits for a model.
+"""A stream that begins while its request waits for a model.
 
-Loading a large model takes longer than proxies and clients wait for the first byte. So after a few seconds a stream is
-begun, with comments that say which place in the queue its request has; clients ignore them. Some clients count events
-and no comments until they give up: with each comment comes an event that the API allows and that says nothing. What the
-endpoint then sends goes on from there; of a response, under the same id (`EarlyStream.response`). The status has been
-sent by then: an error comes as an event, as it does in every stream that has begun.
+Loading a large model takes longer than proxies and clients wait for the first byte. So after a few seconds the stream
+begins, with comments that report the request's place in the queue; clients ignore them. Comments do not reset the
+timeouts of some clients, so each comes with an event that the API allows and that has no content. The endpoint's own
+events follow; for a response, under the same id (`EarlyStream.response`). The status has already been sent, so an error
+becomes an event, as in every stream that has begun.
 """
 
 import json
@@ -25,7 +25,7 @@ class EarlyStream:
         self._send = send
         self._path = path
         self._begun = self._failed = False
-        # Whether there are events beside the comments.
+        # Whether events are sent with the comments.
         self.events = True
         self._created = int(time.time())
         self._id = new_id().removeprefix("req_")

@@ -1,4 +1,4 @@
-"""/metrics of several models: what one has, with its name as a label, and the state of each."""
+"""/metrics of several models: those of each model, with its name as a label, and the state of each."""
 
 from collections.abc import Iterator
 

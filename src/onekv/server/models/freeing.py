@@ -1,4 +1,4 @@
-"""Memory that nobody refers to any more goes back to the system; how much there is of it."""
+"""Returns unreferenced memory to the system, and measures how much there is."""
 
 import gc
 import weakref

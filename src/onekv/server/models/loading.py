@@ -1,6 +1,6 @@
-"""From a model to the backend that answers for it.
+"""Creates the backend of a model.
 
-`Loader` is used by the thread that loads and unloads; what it `loads` and `holds` may be read by any.
+`Loader` is used by the thread that loads and unloads; `loads` and `holds` may be read by any thread.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""One model of several: its state, what it needs, and who uses it.
+"""One model of several: its state, what it needs, and the requests that use it.
 
-`Models` (registry.py) changes it, with its lock held; the state is changed by `move` alone. A `Place` is a request on
-its way to a model: in the queue until the model is loaded, then one of those that hold it, until it leaves.
+`Models` (registry.py) changes it, with its lock held; only `move` changes the state. A `Place` is a request's claim to
+a model: it is in the queue until the model is loaded, then it holds the model until it leaves.
 """
 
 import time
@@ -36,7 +36,7 @@ class Model:
         """`listener` hears which of its blocks are cached, from one time that it is loaded to the next."""
         self.spec, self.metrics, self.listener = spec, metrics, listener
         self.name, self.names = spec.name, spec.names
-        # How long it stays: as it was configured, until somebody pins it.
+        # How long it stays loaded: as configured, until it is pinned at run time.
         self.keep = spec.keep
         self.state: State = "unloaded"
         # When that became so (`time.monotonic`).

@@ -22,7 +22,7 @@ from .spec import ModelSpec
 @dataclass(frozen=True)
 class Planned:
     plan: Plan
-    # Of its weights, those that other adapters of the same base have, too, and those of its own adapter.
+    # Bytes of its weights that it shares with other adapters of the base, and of its own adapter.
     shared: int
     adapter: int
     # Bytes that it would need with the smallest KV there can be.
@@ -38,7 +38,7 @@ class Planned:
     context: int | None
     longest: int
     defaults: SamplingDefaults
-    # Kept while the model is unloaded: it is small beside the weights, and loading it again would take long.
+    # Kept while the model is unloaded: it is small compared with the weights, and loading it again takes long.
     tokenizer: TokenizerWrapper
 
     @property

@@ -1,7 +1,7 @@
-"""How far a model is that is being loaded or unloaded, and how long a load will take.
+"""Progress of loads and unloads, and estimates of how long a load will take.
 
-`Loads` remembers what loads took. What is said of a load before it ends is made of that, of the time since it began
-(`Model.since`) and of the bytes that were read; of an unload, of what its engine's thread is doing.
+`Loads` remembers the durations of loads. The progress of a load is derived from these, from the time since it began
+(`Model.since`) and from the bytes read so far; that of an unload from what its engine's thread is doing.
 """
 
 import time
@@ -48,7 +48,7 @@ class Loads:
         }
 
     def told(self, model: Model) -> str:
-        """To somebody who waits for `model`."""
+        """A sentence for a request that waits for `model`."""
         if model.state != "loading":
             return f"the model {model.name} is {model.state}"
         estimate = self.estimate(model)

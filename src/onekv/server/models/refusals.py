@@ -9,7 +9,7 @@ from .model import Model, Place, needs
 
 
 def check_fits(model: Model, pinned: list[Model], memory: int) -> None:
-    """Raises MemoryBudgetError if `model` cannot be loaded beside the others that are `pinned`, whatever else goes."""
+    """Raises MemoryBudgetError if `model` cannot be loaded with the others that are `pinned`, whatever is unloaded."""
     wanted = needs([model, *pinned])
     if wanted <= memory:
         return

@@ -1,7 +1,7 @@
-"""`Models`: which of several models are loaded, in one number of bytes. The package's docstring has the states.
+"""`Models`: decides which of several models are loaded, within one budget. The package's docstring has the states.
 
-Requests `ask` for a model and `leave` it, in any thread; onekv-models does what follows from that (`_turn`). The lock
-is held for decisions alone: nothing is loaded, stopped or waited for with it.
+Requests `ask` for a model and `leave` it, in any thread; onekv-models acts on that (`_turn`). The lock is held only for
+decisions: never while something is loaded, stopped or waited for.
 """
 
 import logging
@@ -105,7 +105,7 @@ class Models:
             except MemoryBudgetError as error:
                 if model in at_start:
                     raise
-                log.warning("%s; requests for it will be refused", error)
+                log.warning("%s; requests for it will be rejected", error)
         for model in at_start:
             self._begin_load(model)
             self._has_loaded(model, self._loader.load(model))
@@ -123,7 +123,7 @@ class Models:
         if found is None and not self._any:
             known = ", ".join(map(repr, self._names))
             raise NotFoundError(
-                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on takes all)"
+                f"there is no model {name!r}; this server has {known} (--alias adds names, --any-model on accepts any)"
             )
         return found or self.first
 
@@ -245,7 +245,7 @@ class Models:
         return needs([model for model in self.models if model.counted], held)
 
     def _check_fits(self, model: Model) -> None:
-        """Raises MemoryBudgetError if `model` cannot be loaded beside what is pinned, whatever else is unloaded."""
+        """Raises MemoryBudgetError if `model` cannot be loaded with what is pinned, whatever else is unloaded."""
         pinned = [other for other in self.models if other.pinned and other is not model]
         check_fits(model, pinned, self.memory)
 
@@ -267,7 +267,7 @@ class Models:
         self._changed.notify_all()
 
     def _next(self) -> Model | None:
-        """The model that can be moved on now: one that is to be unloaded and nobody holds, or one that is loading."""
+        """The model to work on now: one to be unloaded that no request holds, or one that is loading."""
         for model in self.models:
             if model.expired:
                 model.move("unloading")
@@ -303,7 +303,7 @@ class Models:
         return [each for each in self.models if (each.counted or each is wanted) and each is not model]
 
     def _stale(self) -> bool:
-        """Whether shared weights, or what was freed, are held for one that nobody waits for any more."""
+        """Whether shared weights, or freed memory, are held for a model that no request waits for any more."""
         if freed.kept and self._wanted() is None:
             return True
         staying = {model.spec.weights for model in self._staying()}
@@ -324,7 +324,7 @@ class Models:
         soonest = min(ends, default=math.inf)
         return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
 
-    # In the thread of its own
+    # In the thread that loads and unloads
 
     def _run(self) -> None:
         while True:
@@ -384,7 +384,7 @@ class Models:
             self._changed.notify_all()
 
     def _give_back(self, model: Model | None = None, parts: Parts | None = None) -> None:
-        """What nobody has; of what `model` has, what it does not share with others. What is loaded next may have it."""
+        """Free what no model uses, and what `model` does not share with others; the next load may reuse the memory."""
         with self._changed:
             staying, wanted = self._staying(model), self._wanted()
             others = [other for other in self.models if other.counted and other is not model]

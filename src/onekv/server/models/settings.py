@@ -1,4 +1,4 @@
-"""Settings of a server with several models: the bytes for all of them, and how long each stays."""
+"""Settings of a server with several models: the budget for all of them, and how long each stays loaded."""
 
 import math
 import re

@@ -1,8 +1,9 @@
-"""Which models a server has: those of the command line, and a table [models.NAME] for each of the TOML file.
+"""The models of a server: those on the command line, and one for each [models.NAME] table of the TOML file.
 
-A table's values stand for the file's own; flags and variables win over both. Two names for the same weights are one
-model with two names, also where the files are there twice. A table with a `base` is an adapter over the weights of that
-model, which are in memory once: so it is what the base says that decides how they are loaded.
+A table's values override those at the top level of the file; flags and variables override both. Two names for the same
+weights are one model with two names, even if the second refers to a copy of the files. A table with a `base` is an
+adapter over the weights of that model, which are in memory once, so the settings of the base determine how they are
+loaded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,7 @@ def _place(name: str) -> str:
     return str(path.resolve()) if path.exists() else name
 
 
-# Settings of one model, from what the file says of it: the TOML file and the model's table in one.
+# Settings of one model from the file: the TOML file's top level and the model's table, merged.
 Resolve = Callable[[Mapping[str, Any]], tuple[Settings, ModelSettings, BudgetSettings]]
 
 
@@ -87,7 +88,7 @@ def _checked(tables: Any) -> dict[str, dict[str, Any]]:
             raise SettingError(f"models.{name} in the TOML file is {table!r}; it must be a table")
         for key in table:
             if key in _COMMON:
-                raise SettingError(f"models.{name} sets {key!r}, which is one for all models; set it above the tables")
+                raise SettingError(f"models.{name} sets {key!r}, which applies to all models; set it above the tables")
             if key not in KNOWN:
                 raise SettingError(f"models.{name} sets {key!r}; {there_are(key, KNOWN)}")
     return tables
@@ -112,14 +113,16 @@ def _with_base(spec: ModelSpec, table: dict[str, Any], called: dict[str, ModelSp
     given = str(table["base"])
     base = called.get(given)
     if "adapter" not in table:
-        raise SettingError(f"{where} sets base and no adapter; give the folder that mlx_lm.lora wrote")
+        raise SettingError(f"{where} sets base but no adapter; give the folder written by mlx_lm.lora")
     if "model" in table:
         raise SettingError(f"{where} sets both base and model; the weights are the base's, so give base alone")
     if base is None or base is spec:
         others = ", ".join(repr(name) for name, other in called.items() if other is not spec) or "none"
-        raise SettingError(f"{where} sets base = {given!r}, which is no other model of this server; there are {others}")
+        raise SettingError(
+            f"{where} sets base = {given!r}, which is not another model of this server; others: {others}"
+        )
     if base.engine.adapter is not None:
-        raise SettingError(f"{where} sets base = {given!r}, which is an adapter itself; give the model that it is for")
+        raise SettingError(f"{where} sets base = {given!r}, which is itself an adapter; give its base model")
     loaded = {name: getattr(base.engine, name) for name in LOADED_BY}
     for name, value in loaded.items():
         if name in table and getattr(spec.engine, name) != value:

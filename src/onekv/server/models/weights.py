@@ -1,8 +1,8 @@
-"""Weights that several models have: a base and its adapters. In memory once, while one of them is loaded.
+"""Weights shared by several models, a base and its adapters: in memory once, while one of them is loaded.
 
-`SharedWeights` owns what is loaded of them, a model that nobody runs; each engine has modules of its own over the same
-arrays (`models/sharing.py`). It lets go when the last model with these weights is gone and the next to be loaded is
-not one of them, and the arrays with it. Used by the thread that loads and unloads.
+`SharedWeights` owns the loaded weights, as a model that no engine runs; each engine has modules of its own over the
+same arrays (`models/sharing.py`). It releases them, and so the arrays, when the last model with these weights is
+unloaded and the next to be loaded is not one of them. Used by the thread that loads and unloads.
 """
 
 from collections import Counter

@@ -4,8 +4,8 @@ schema.py       bodies; `options` has Ollama's names for sampling
 convert.py      from a body to the common `ChatCall`
 output.py       lines of JSON, the last of them with what the answer took
 chat.py, generate.py
-models.py       what there is: the one model, by each of its names
-missing.py      what is refused, with the reason
+models.py       the models of the server, under each of their names
+missing.py      what is rejected, with the reason
 """
 
 from fastapi import APIRouter

@@ -1,5 +1,5 @@
-"""POST /api/generate: the answer to one prompt, by the chat template, or with `raw` to the text as it is; with `suffix`
-what comes between both.
+"""POST /api/generate: answers a single prompt, rendered with the chat template, or with `raw` used as it is; with
+`suffix`, fills in the text between both.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What this server refuses of Ollama's API, each with its reason."""
+"""Parts of Ollama's API that this server rejects, each with the reason."""
 
 from fastapi import APIRouter
 

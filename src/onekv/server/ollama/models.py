@@ -1,4 +1,4 @@
-"""GET /api/tags, POST /api/show, GET /api/ps, GET /api/version: what there is."""
+"""GET /api/tags, POST /api/show, GET /api/ps, GET /api/version: the models, and the version."""
 
 import asyncio
 from datetime import UTC, datetime, timedelta

@@ -1,9 +1,9 @@
-"""How Ollama's API writes an answer: lines of JSON, the last of them with how long everything took.
+"""An answer in the format of Ollama's API: lines of JSON, the last of which has the durations.
 
     {..., "done": false} ... -> {..., "done": true, "done_reason": "stop", "total_duration": ...}
 
-Durations are nanoseconds and add up: `load_duration` is the time until the prompt was begun (rendering it, waiting for
-a turn; the model is always loaded), `prompt_eval_duration` until the first token, `eval_duration` for those after it.
+Durations are in nanoseconds and add up: `load_duration` is the time until prefill started (rendering the prompt,
+waiting in the queue), `prompt_eval_duration` from then to the first token, `eval_duration` for the tokens after it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""OpenAI's API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; /v1/embeddings is refused."""
+"""OpenAI's API: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models; /v1/embeddings is rejected."""
 
 from fastapi import APIRouter
 

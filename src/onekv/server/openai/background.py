@@ -68,7 +68,7 @@ class Background:
                 try:
                     await asyncio.wait_for(news.wait(), KEEP_ALIVE_S)
                 except TimeoutError:
-                    # A comment: an event would have a number that nobody else knows.
+                    # A comment: an event would need a sequence number that no other reader has.
                     yield Answer.keep_alive
 
     async def _run(

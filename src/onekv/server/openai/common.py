@@ -88,7 +88,7 @@ class TokenTexts:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
-        # Part of a character has no text of its own.
+        # A token that is part of a character has no text by itself.
         as_bytes = None if "\ufffd" in text else list(text.encode())
         return {"token": text, "logprob": finite(logprob), "bytes": as_bytes}
 

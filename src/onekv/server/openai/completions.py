@@ -1,4 +1,4 @@
-"""POST /v1/completions: text continues where a prompt ends, or between it and a suffix, where the model can."""
+"""POST /v1/completions: continues a prompt, or fills in the text between it and a suffix if the model can."""
 
 import math
 import time
@@ -37,7 +37,7 @@ def _prepare(body: CompletionBody, backend: Backend, salt: str) -> Prepared:
     n = body.n or 1
     if n * len(body.prompt) > MAX_GENERATIONS:
         asked = f"{len(body.prompt)} prompts with n = {n}"
-        raise BadRequestError(f"{asked} are more than {MAX_GENERATIONS} generations", "n")
+        raise BadRequestError(f"{asked} exceed the limit of {MAX_GENERATIONS} generations", "n")
     sampling = body.sampling(backend)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     generations, choices = [], []

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: refused, in a sentence that says why; there is no embedding model."""
+"""POST /v1/embeddings: rejected with an explanation, since there is no embedding model."""
 
 from fastapi import APIRouter, Request
 

@@ -1,4 +1,4 @@
-"""GET /v1/responses/{id}/input_items: what a stored response was asked, in the API's own form, page by page."""
+"""GET /v1/responses/{id}/input_items: the input of a stored response, in the API's format, page by page."""
 
 import json
 from typing import Annotated, Any, Literal

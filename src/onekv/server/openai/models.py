@@ -1,6 +1,6 @@
-"""GET /v1/models: all models there are, by each of their names, loaded or not.
+"""GET /v1/models: all models, under each of their names, loaded or not.
 
-Clients of Anthropic's API, which send its version, get them in that form.
+Clients of Anthropic's API, which send its version, get them in its format.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""What the model says in one response: the API's output items, and its stream events that tell of them."""
+"""The output of one response: the API's output items, and the stream events for them."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -23,7 +23,7 @@ class Stored:
     messages: list[ChatMessage]
     # What was asked, as the API lists it.
     items: list[dict[str, Any]]
-    # What makes it, or has made it, where nobody waits for that.
+    # The task that generates it, or has generated it, if it runs in the background.
     background: Background | None = None
     # As it was stored last.
     size: int = 0

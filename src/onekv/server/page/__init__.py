@@ -2,15 +2,15 @@
 
     files.py   which file is sent for which path, with which headers
     static/    index.html, style.css, and ES modules: main.js starts the others
-        link.js      requests with the key; the feed, read again and again
-        memory.js    the line
-        map.js       blocks of a pool
+        link.js      requests with the key; the feed, with reconnects
+        memory.js    the memory line
+        map.js       the blocks of a pool
         panels.js    requests, tiers, models
         prefix.js    what was reused and what was not, and why
         tree.js      cached conversations
-        fetched.js   what depends on the key and is therefore not in the feed
-        chat.js      what is seen of a conversation; talk.js its tree and one answer
-        vendor/      libraries of others, unchanged, with their versions, licences and hashes
+        fetched.js   data that depends on the key and is therefore not in the feed
+        chat.js      the view of a conversation; talk.js: its tree, and generating an answer
+        vendor/      third-party libraries, unchanged, with versions, licences and hashes
 
 There is no build step. The browser loads nothing from other hosts, which the Content-Security-Policy enforces. Output
 of models and users is shown as text.

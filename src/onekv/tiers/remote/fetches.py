@@ -138,7 +138,7 @@ class Fetches:
         if fetch.wanted:
             return
         del self._fetches[part]
-        # Not the room of one that runs: the thread gives it back.
+        # Not that of a running one: its thread returns it.
         if fetch.content is not None:
             fetch.content = None
             self.taken -= fetch.image.size

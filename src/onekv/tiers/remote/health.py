@@ -73,7 +73,7 @@ class Pace:
             self.token = _mean(self.token, seconds / tokens)
 
     def transfer(self, size: int) -> float:
-        """Expected seconds for `size` bytes, beside what is in flight."""
+        """Expected seconds for `size` bytes, given what is in flight."""
         return (self.latency or 0.0) + size * (self.byte or 0.0)
 
     def compute(self, tokens: int) -> float | None:

@@ -16,7 +16,7 @@ from .stores import Trouble
 LOOKERS = 2
 # Keys queried at a time: at first, then more.
 FIRST, NEXT = 16, 120
-# Seconds for which an answer is good; and for which nobody need have asked for one that was late in coming.
+# Seconds for which an answer is valid; seconds after which a late answer that was not asked for is dropped.
 FRESH, FORGOTTEN = 5.0, 60.0
 
 
@@ -56,7 +56,7 @@ class Lookups:
                 common.wait(lambda: question.ended or common.breaker.paused, patience - self._common.now())
                 if not (question.ended or common.breaker.paused) and self._common.now() < until:
                     return None
-                # A thread that still waits for it does so for nobody.
+                # The answer of a thread that still waits for it is not used.
                 self._questions.pop(asked, None)
                 if not (question.ended or common.breaker.paused):
                     common.counts.late += 1
@@ -116,7 +116,7 @@ class Lookups:
                 self._questions.pop(question.keys, None)
                 common.fail(problem)
             now = self._common.now()
-            # Whoever asked for these is gone.
+            # The requests that asked for these are gone.
             for old in [each for each in self._questions.values() if each.ended and now - each.began > FORGOTTEN]:
                 del self._questions[old.keys]
             common.changed.notify_all()
@@ -153,7 +153,7 @@ class Lookups:
                         self._common.is_wrong((key, part), "it does not begin like a block")
                     else:
                         found.setdefault(address, set()).add(part)
-            # Two addresses of one key: somebody lies. What is read is checked, so that either may be tried.
+            # Two addresses for one key: one is wrong. What is read is verified, so either may be tried.
             best = max(found.items(), key=lambda each: len(each[1]), default=None)
             entries.append(Entry(best[0], frozenset(best[1])) if best is not None else None)
         return entries

@@ -92,7 +92,7 @@ class RemoteTier:
 
     def offer(self, address: Address, part: int, fill: Callable[[memoryview], None], wait: bool = False) -> bool:
         if len(address.tokens) < self._whole:
-            # The end of a conversation, which nobody would find.
+            # The partial block at the end of a conversation, which could not be found.
             return False
         name = (address.key, part)
         with self._common.lock:

@@ -1,27 +1,26 @@
-"""Decode attention over encoded blocks as a CUDA kernel: the bytes are read once, where they lie, and never unpacked to
+"""Decode attention over encoded blocks as a CUDA kernel: the bytes are read once, in place, and never unpacked to
 memory.
 
 Like `plain` (read that first): one thread block per (piece of work, KV head), four warps, 16 tokens at a time through
 the tensor cores. What is different:
 
     queries    are rotated first, by every thread block for itself
-    keys       a lane turns the codes it loads into numbers in its registers; what they must be multiplied with and
-               moved by is one pair per token, so it is applied to the scores: <q, c * scale + bias> = scale * <q, c> +
-               bias * sum(q)
-    values     the same: weights are multiplied with the scale, and the sum of weight * bias is added at the end
-    new token  is rotated, encoded and stored by the warp that reads its tile, like `Codec.encode` does it
+    keys       a lane converts the codes it loads to numbers in its registers; scale and bias are one pair per token, so
+               they are applied to the scores: <q, c * scale + bias> = scale * <q, c> + bias * sum(q)
+    values     the same: weights are multiplied by the scale, and the sum of weight * bias is added at the end
+    new token  is rotated, encoded and stored by the warp that reads its tile, as `Codec.encode` does
     centres    (`formats.centre`) of 16 tokens are one more product: with a, b the factors of a pair's cosine and sine,
                S its angle at the first of the tokens and s that from there on,
                a cos(S + s) + b sin(S + s) = (a cos S + b sin S) cos s + (b cos S - a sin S) sin s
-               the factors are turned by S, which a table has for every 16th position; that of s is the same for all
-    output     is unrotated by the thread block that joins a row's parts
-    rows       that share blocks, or are tokens of one sequence, turn codes into numbers once for all of them; with
+               the factors are rotated by S, from a table with every 16th position; that of s is the same for all
+    output     is rotated back by the thread block that joins a row's parts
+    rows       that share blocks, or are tokens of one sequence, convert codes to numbers once for all of them; with
                centres half as many, whose factors fill the other half of a tile's registers
 
-Codes of up to 4 bits become numbers by a table of pairs in shared memory, those of 5, 6 and 8 bits by conversion.
-Affine codes are centred (half of their range is taken off and added to the bias), so that rounding weights to T costs
-as little as it can.
-For head dim 128, which is that of nearly all models this is for.
+Codes of up to 4 bits are converted by a table of pairs in shared memory, those of 5, 6 and 8 bits arithmetically.
+Affine codes are centred (half of their range is subtracted and added to the bias), so that rounding weights to T costs
+as little precision as possible.
+Supports head dim 128 only, which nearly all models concerned have.
 """
 
 from functools import cache

@@ -1,28 +1,28 @@
-"""Decode attention over the pool as a CUDA kernel: each block of a sequence is read once, where it lies.
+"""Decode attention over the pool as a CUDA kernel: each block of a sequence is read once, in place.
 
 One thread block per (piece of work, KV head); a piece is some blocks of a row, or of several rows that share them
-(`work`). The one that ends last of a row and head joins the row's parts, and the sink (`Counters`). Where rows read
-blocks together, the last piece of a shared prefix would have all its rows to join: there a second kernel does it, one
-thread block for each row and query head.
+(`work`). The thread block of a row and head that finishes last joins the row's parts, and the sink (`Counters`). If
+rows read blocks together, the last piece of a shared prefix would have to join all its rows: in that case a second
+kernel does it, with one thread block for each row and query head.
 
-It does what `paged.paged_decode` does, for the shapes that `CudaPlain` supports, in fewer operations for the host to
-start and close to the speed of memory (figures in benchmarks/). A warp takes tokens, 16 or 32 at a time, through the
-tensor cores: scores = Q K^T with the query heads that share the KV head as the 16 rows of a tile, then weights * V,
-with a running maximum and sum per query.
+It computes the same as `paged.paged_decode`, for the shapes that `CudaPlain` supports, with fewer launches and close to
+the memory bandwidth (figures in benchmarks/). A warp processes 16 or 32 tokens at a time on the tensor cores: scores =
+Q K^T with the query heads that share the KV head as the 16 rows of a tile, then weights * V, with a running maximum and
+sum per query.
 
-Where rows read for themselves (plain.cu, tile.cu), the four warps take different tokens. How a dimension maps to a lane
-is free as long as both sides of a product agree, so every lane loads 16 adjacent bytes of memory. Where they read
-together (together.cu), the queries of several rows fill up the tile and, where that is not enough, make two or four of
-them, one for each warp: tokens come from memory once, into shared memory, from which all warps load their matrices.
+If rows read separately (plain.cu, tile.cu), the four warps take different tokens. The mapping of dimensions to lanes is
+free as long as both sides of a product agree, so every lane loads 16 adjacent bytes of memory. If they read together
+(together.cu), the queries of several rows fill the tile and, if necessary, two or four tiles, one for each warp: tokens
+are loaded once from memory into shared memory, from which all warps load their matrices.
 
-The warp that comes to the query's own token stores it first: the kernel writes into the pool, an input, which MLX does
-not know (docs/memory.md says why that is sound). Only that warp reads or writes that slot, and blocks that are written
-are never shared. Where rows are tokens of one sequence, they read what the others store: there a kernel of its own
-stores all of them first. As many of them as fit one tile are read at a time, in the
-pieces and by the warps that would read each of them alone, so that the results are the same bit for bit (`work`).
+The warp that reaches the query's own token stores it first: the kernel writes into the pool, an input, without MLX
+knowing (docs/memory.md explains why that is sound). Only that warp reads or writes that slot, and blocks that are
+written are never shared. Rows that are tokens of one sequence read what the others store: in that case a separate
+kernel stores all of them first. As many of them as fit into one tile are read at a time, in the pieces and by the warps
+that would read each of them alone, so that the results are bit for bit the same (`work`).
 
-Where queries and new keys come from RoPE, and the trace knows what that was given (`traces`), the kernel turns them as
-it loads them, by a table of cosines and sines that all layers share: two launches less in every layer. A row at
+If queries and new keys come from RoPE, and its inputs are known from the trace (`traces`), the kernel rotates them
+while loading, with a table of cosines and sines that all layers share: this saves two launches in every layer. A row at
 position -1 is padding: it reads and stores nothing, and its output is 0.
 """
 

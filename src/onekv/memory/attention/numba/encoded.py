@@ -1,9 +1,9 @@
 """Decode attention over encoded blocks on CPU by compiled loops (`kernel`), where numba is installed.
 
-MLX has no way to put such loops into its graph. So what they need is evaluated first, they run at once on the pool's
-memory, and what they give is a new array: a layer is computed when the model calls it, not when the step is evaluated
-(`Runner` reads its tokens at once). The pool is written without MLX knowing, between its own uses of it. Views of it
-end with the call, or the next write of MLX's would copy it.
+MLX's graph cannot contain such loops. So their inputs are evaluated first, they run immediately on the pool's memory,
+and their result is a new array: a layer is computed when the model calls it, not when the step is evaluated (`Runner`
+reads its tokens at once). The pool is written without MLX knowing, while MLX does not use it. Views of it end with the
+call, or MLX's next write would copy it.
 """
 
 import functools

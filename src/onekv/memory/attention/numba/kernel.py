@@ -1,5 +1,5 @@
-"""Decode attention over encoded blocks on CPU, compiled by numba: 64 tokens at a time become numbers in a buffer that
-stays in the processor's cache, and nothing larger is ever in plain form.
+"""Decode attention over encoded blocks on CPU, compiled by numba: 64 tokens at a time are dequantized into a buffer
+that stays in the processor's cache; nothing larger is ever in plain form.
 
 For each row of a batch, one after the other, by one thread:
 

@@ -1,8 +1,8 @@
 """Decode attention over plain blocks on CPU by compiled loops (`plain_kernel`), where numba is installed.
 
-As in `encoded`, the loops are outside of MLX's graph: what they need is evaluated first, they run at once on the pool's
-memory, which they write without MLX knowing, and views of it end with the call. Blocks that several rows begin with are
-read once for all of them.
+As in `encoded`, the loops are outside of MLX's graph: their inputs are evaluated first, they run immediately on the
+pool's memory, which they write without MLX knowing, and views of it end with the call. Blocks that several rows begin
+with are read once for all of them.
 """
 
 from typing import Any, NamedTuple

@@ -1,8 +1,8 @@
-"""Decode attention over plain blocks on CPU, compiled by numba: keys and values are read once, where they lie.
+"""Decode attention over plain blocks on CPU, compiled by numba: keys and values are read once, in place.
 
-Work comes in pieces (`plain.Work`): some tokens of the pool, and the rows that read them, which are several where rows
-begin with the same blocks. A piece and a KV head are an item. Items are dealt out to threads beforehand, and what an
-item gives does not depend on the thread that computes it. For each item:
+Work is divided into pieces (`plain.Work`): some tokens of the pool, and the rows that read them, of which there are
+several if rows begin with the same blocks. A piece and a KV head form an item. Items are assigned to threads in
+advance, and the result of an item does not depend on the thread that computes it. For each item:
 
     queries     of all its rows, scaled, are laid out so that a vector has one number of each of LANES queries
     tiles       of up to 64 tokens, which stay in the processor's cache for all queries. Scores: each number of a key

@@ -73,7 +73,7 @@ function stateOf(message) {
   if (state === "failed") return `Failed: ${error}`;
   if (state === "stopped") return "Stopped";
   if (state === "waiting") return progress ? `Prefill: ${count(progress.processed)} of ${many(progress.total, "token")}, ${count(progress.cache)} cached` : "Waiting for the first token";
-  return finish === "length" ? "Cut off: it reached the maximum number of tokens" : null;
+  return finish === "length" ? "Cut off at the maximum number of tokens" : null;
 }
 
 function Message({ message, busy, changed, edit, again, bytes }) {
@@ -110,7 +110,7 @@ function Settings({ settings, set, models }) {
       <div class="fields">
         <label>Model<select value=${settings.model} onChange=${(event) => set({ model: event.target.value })}>
           ${models.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
-        <label>Max. tokens<input type="number" min="1" step="1" value=${settings.maxTokens} onInput=${number("maxTokens")} /></label>
+        <label>Max tokens<input type="number" min="1" step="1" value=${settings.maxTokens} onInput=${number("maxTokens")} /></label>
         <label>Temperature<input type="number" min="0" max="2" step="0.1" value=${settings.temperature} onInput=${number("temperature")} /></label>
         <label class="all">System message<textarea rows="2" value=${settings.system} onInput=${(event) => set({ system: event.target.value })}></textarea></label>
       </div>
@@ -171,7 +171,7 @@ export function Chat({ talk, ready, models: shown }) {
     <div class="head"><h2>Chat</h2>
       ${path.length > 0 && html`<button type="button" class="quiet" aria-disabled=${busy} onClick=${() => busy || clear()}>Clear</button>`}</div>
     <div class="log" ref=${log} role="log" aria-live="polite" aria-busy=${busy} aria-label="Conversation" tabindex="0">
-      ${path.length === 0 && html`<p class="empty">Ask something, then edit your question or regenerate the answer: branches share the blocks of what they have in common, as the map shows.</p>`}
+      ${path.length === 0 && html`<p class="empty">Ask something, then edit your question or regenerate the answer: branches share the blocks of their common prefix, as the map shows.</p>`}
       ${path.map((message) => html`
         <${Message} key=${message.id} message=${message} busy=${busy} changed=${changed} bytes=${tokenBytes(shown, settings.model)}
           edit=${(old, text) => send(old.parent, text)} again=${(old) => answer(old.parent)} />`)}

@@ -14,7 +14,7 @@ const STATES = {
   connecting: "Connecting",
   live: "Live",
   lost: "Reconnecting",
-  loading: "The model is being loaded",
+  loading: "Loading the model",
   forbidden: "Chat only",
 };
 
@@ -50,7 +50,7 @@ function versionOf({ lookups, models }) {
 // For a key that is not the administrator's: what it has cached itself.
 function Own({ version }) {
   return html`
-    <section class="panel"><h2>Memory</h2><p class="empty">With this key you can chat, and see below what it has cached. Memory as a whole is shown to the first key of the server only.</p></section>
+    <section class="panel"><h2>Memory</h2><p class="empty">With this key you can chat and see what it has cached. Memory as a whole is shown only to the server's first key.</p></section>
     <${Prefix} models=${null} version=${version} />
     <${Conversations} names=${[]} version=${version} pins=${false} />`;
 }
@@ -95,7 +95,7 @@ function KeyDialog() {
     <dialog ref=${dialog} aria-labelledby="key-title" onCancel=${(event) => event.preventDefault()} onClose=${() => pending.current && dialog.current.showModal()}>
       <form onSubmit=${submit}>
         <h2 id="key-title">API key</h2>
-        <p class=${asked?.refused ? "bad" : "note"}>${asked?.refused ? "The server refused that key." : "This server asks for a key. It is kept until this tab is closed."}</p>
+        <p class=${asked?.refused ? "bad" : "note"}>${asked?.refused ? "The server rejected this key." : "This server requires a key. It is kept until you close this tab."}</p>
         <label for="key">Key</label>
         <input id="key" type="password" autocomplete="off" spellcheck=${false} value=${text} onInput=${(event) => setText(event.target.value)} />
         <div class="row"><button type="submit" class="main">Use this key</button></div>

@@ -11,7 +11,7 @@ const KINDS = [
   ["shared", "Shared"],
   ["cached", "Cached"],
   ["pinned", "Pinned"],
-  ["loading", "Coming from a tier"],
+  ["loading", "Being read from a tier"],
   ["free", "Free"],
 ];
 // Long enough that moving the pointer across the map does not ask for every block on the way.
@@ -26,7 +26,7 @@ function kind(state) {
 }
 
 function words(state) {
-  if (state === LOADING) return "coming from a tier";
+  if (state === LOADING) return "being read from a tier";
   if (state >= SHARED) return `shared by ${state - 2} requests`;
   return ["free", "cached, not in use", "pinned, not in use", "in use by one request"][state];
 }

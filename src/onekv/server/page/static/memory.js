@@ -121,7 +121,7 @@ export function Memory({ memory }) {
       <h2 id="memory-title">Memory</h2>
       <p class="headline">
         <strong>${size(memory.footprint)}</strong> used by the process
-        <span class="of"> of a budget of ${size(memory.budget)}${Number.isFinite(share) ? `, ${share} %` : ""}</span>
+        <span class="of">${Number.isFinite(share) ? `, ${share} % of the budget of ${size(memory.budget)}` : ""}</span>
       </p>
       <${Line} />
       <dl class="legend">

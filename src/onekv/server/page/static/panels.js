@@ -42,9 +42,9 @@ export function Requests({ models }) {
   const running = rows.filter((row) => row.state !== "ended").length;
   return html`
     <section class="panel" aria-labelledby="requests-title">
-      <h2 id="requests-title">Requests <small>${running ? `${running} now` : "none now"}</small></h2>
+      <h2 id="requests-title">Requests <small>${running ? `${running} active` : "none active"}</small></h2>
       ${rows.length === 0
-        ? html`<p class="empty">No request has run yet.</p>`
+        ? html`<p class="empty">There have been no requests yet.</p>`
         : html`
           <div class="scroll" tabindex="0" role="group" aria-label="Table of requests"><table class="requests">
             <thead><tr>
@@ -96,7 +96,7 @@ export function Tiers({ models }) {
             <p><b>${tier.name}</b>${models.length > 1 ? ` of ${tier.model}` : ""} <span class="of">${tier.limit ? `${size(tier.bytes)} of ${size(tier.limit)}` : ""}</span></p>
             ${tier.limit ? html`<${Share} parts=${[["cached", tier.bytes]]} total=${tier.limit} />` : null}
             <${Rates} tier=${tier} />
-            <p class="note">${tier.limit ? `${many(tier.blocks, "block")}; ` : ""}${size(tier.promoted_bytes)} read, ${size(tier.written_bytes)} written${tier.queued_bytes ? `, ${size(tier.queued_bytes)} to be written` : ""}${tier.discarded ? `; ${count(tier.discarded)} discarded` : ""}${tier.corrupt ? `; ${count(tier.corrupt)} damaged` : ""}</p>
+            <p class="note">${tier.limit ? `${many(tier.blocks, "block")}; ` : ""}${size(tier.promoted_bytes)} read, ${size(tier.written_bytes)} written${tier.queued_bytes ? `, ${size(tier.queued_bytes)} queued` : ""}${tier.discarded ? `; ${count(tier.discarded)} discarded` : ""}${tier.corrupt ? `; ${count(tier.corrupt)} damaged` : ""}</p>
             ${tier.failed && html`<p class="bad">${tier.failed}</p>`}
           </div>`,
       )}

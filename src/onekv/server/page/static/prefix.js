@@ -51,7 +51,7 @@ function Chart({ lookups }) {
           });
         })}
       </svg>
-      <figcaption class="axis"><span>10 min ago</span><span>${sums.some(Boolean) ? `up to ${many(most, "token")} in 10 s` : "no prompts"}</span><span>now</span></figcaption>
+      <figcaption class="axis"><span>10 min ago</span><span>${sums.some(Boolean) ? `at most ${many(most, "token")} in 10 s` : "no prompts"}</span><span>now</span></figcaption>
       <dl class="legend">
         ${used.map(([name, title, colour], i) => html`<div key=${name}><dt><i class="swatch" data-colour=${colour}></i>${title}</dt><dd>${count(sums[i])}</dd></div>`)}
       </dl>
@@ -66,7 +66,7 @@ function Words({ lookup }) {
     <span class="words" dir="auto">
       ${before && html`<span class="note">…${before}</span>`}${had && html`<del>${had}</del>`}<ins>${came}</ins>
     </span>
-    ${again > 0 && html`<small class="bad">${many(again, "token")} after this point ${again === 1 ? "is" : "are"} cached, but had to be computed again</small>`}`;
+    ${again > 0 && html`<small class="bad">${many(again, "token")} after this point ${again === 1 ? "is" : "are"} cached, but had to be recomputed</small>`}`;
 }
 
 function Misses({ lookups, several }) {
@@ -115,7 +115,7 @@ function Counts({ models }) {
       )}
     </ul>
     <p class="note">${many(sum("nodes"), "cached block")}${sum("snapshots") ? `, ${many(sum("snapshots"), "snapshot")}` : ""}, ${count(sum("evicted_blocks"))} evicted.
-      A request that is reused up to some point counts as both.</p>`;
+      A request whose prompt is only partly cached counts as both.</p>`;
 }
 
 // `models` are those of the feed; null for a key that has none.
