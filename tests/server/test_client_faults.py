@@ -306,3 +306,15 @@ def test_input_items_and_cancel(client: openai.OpenAI, server: Any) -> None:
         client.responses.input_items.list("resp_none")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(made.id)
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_body_is_json_whatever_it_is_called(server: Any, path: str, kind: str | None) -> None:
+    """`curl -d` calls it a form, as in Ollama's documentation."""
+    body = json.dumps({"model": "default", "messages": QUESTION, "max_tokens": 2, "options": {"num_predict": 2}})
+    headers = {"Authorization": f"Bearer {server.keys[0]}", **({"Content-Type": kind} if kind else {})}
+    answer = httpx.post(server.url + path, content=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    page = httpx.post(server.url + path, content=body, headers={**headers, "Origin": "null"})
+    assert page.status_code == 403, "a web page needs no preflight for such a body"
