@@ -183,13 +183,16 @@ def test_an_answer_goes_on_from_the_assistants_message(client: openai.OpenAI, cl
     assert made.output_text == said
 
 
-def test_an_error_names_its_field(client: openai.OpenAI) -> None:
+def test_an_error_names_its_field(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body={"model": "default", "messages": QUESTION, "n": 99}, cast_to=object)
     assert caught.value.message.count("n: ") == 1 and "16" in caught.value.message
     # In words for people, without those of the library that found it.
     with pytest.raises(openai.BadRequestError, match=r"- max_tokens: must be at least 1, or -1 for as many as fit$"):
         chat(client, max_tokens=0)
+    picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    with pytest.raises(anthropic.BadRequestError, match="type 'image' is not supported; only 'text', 'tool"):
+        ask(claude, [{"role": "user", "content": [picture]}])
 
 
 def test_models_in_anthropics_form(server: Any, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
