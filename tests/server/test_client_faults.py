@@ -183,13 +183,16 @@ def test_an_answer_goes_on_from_the_assistants_message(client: openai.OpenAI, cl
     assert made.output_text == said
 
 
-def test_an_error_names_its_field(client: openai.OpenAI) -> None:
+def test_an_error_names_its_field(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/chat/completions", body={"model": "default", "messages": QUESTION, "n": 99}, cast_to=object)
     assert caught.value.message.count("n: ") == 1 and "16" in caught.value.message
     # In words for people, without those of the library that found it.
     with pytest.raises(openai.BadRequestError, match=r"- max_tokens: must be at least 1, or -1 for as many as fit$"):
         chat(client, max_tokens=0)
+    picture: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    with pytest.raises(anthropic.BadRequestError, match="type 'image' is not supported; only 'text', 'tool"):
+        ask(claude, [{"role": "user", "content": [picture]}])
 
 
 def test_models_in_anthropics_form(server: Any, client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
@@ -306,3 +309,15 @@ def test_input_items_and_cancel(client: openai.OpenAI, server: Any) -> None:
         client.responses.input_items.list("resp_none")
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(made.id)
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
+def test_a_body_is_json_whatever_it_is_called(server: Any, path: str, kind: str | None) -> None:
+    """`curl -d` calls it a form, as in Ollama's documentation."""
+    body = json.dumps({"model": "default", "messages": QUESTION, "max_tokens": 2, "options": {"num_predict": 2}})
+    headers = {"Authorization": f"Bearer {server.keys[0]}", **({"Content-Type": kind} if kind else {})}
+    answer = httpx.post(server.url + path, content=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    page = httpx.post(server.url + path, content=body, headers={**headers, "Origin": "null"})
+    assert page.status_code == 403, "a web page needs no preflight for such a body"

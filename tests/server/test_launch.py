@@ -114,6 +114,18 @@ def test_an_agent_on_a_server_that_runs(server: Any, keys: None, program: Callab
     assert httpx.get(f"{server.url}/health").status_code == 200, "a server that ran before goes on"
 
 
+def test_a_proxy_is_not_asked_for_the_server(
+    server: Any, keys: None, program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program("aider", AIDER)
+    # Nobody listens there.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    done = launch("aider", "--port", port_of(server), "--", "-p", "Hello")
+    assert done.returncode == 7, done.stderr
+    assert "export NO_PROXY=example.org,127.0.0.1\n" in done.stderr
+
+
 def test_a_server_of_its_own_is_started_and_stopped(
     program: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path
 ) -> None:

@@ -24,6 +24,21 @@ ALTERNATING = (
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
 SILENT = "{% for m in messages %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+# As gpt-oss's: the first system message under a heading, later ones nowhere.
+HEADED = (
+    "# Rules, Instructions, Greetings: {% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    + SILENT
+)
+# As Mistral's: before the last message, if that is a user's.
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}"
+    "[{{ messages[0].content }}]{% endif %}" + SILENT.partition("%}")[2]
+)
+# As Qwen3.5's.
+SOMEBODY_ASKS = (
+    "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('Who asks?') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
@@ -76,6 +91,47 @@ def test_a_system_message_is_not_dropped_in_silence(plain: Any) -> None:
     assert text(with_template(plain, SILENT), [SYSTEM, HELLO]) == "<user>Rules<user>Hello"
 
 
+def test_a_word_of_the_template_itself_is_not_taken_for_a_message(plain: Any) -> None:
+    found = text(with_template(plain, HEADED), [SYSTEM, MORE, HELLO, MORE, HI, BYE])
+    assert found == (
+        "# Rules, Instructions, Greetings: Rules\n\nMore"
+        "<user>Hello<user><system>\nMore\n</system><assistant>Hi<user>Bye"
+    )
+
+
+def test_a_system_message_is_not_forgotten_in_a_later_turn(plain: Any) -> None:
+    model = with_template(plain, FORGETFUL)
+    assert text(model, [SYSTEM, HELLO]) == "<user>Rules<user>Hello"
+    assert text(model, [SYSTEM, HELLO, HI, BYE]) == "<user>Rules<user>Hello<assistant>Hi<user>Bye"
+
+
+def test_a_system_message_and_nothing_else(plain: Any) -> None:
+    model = with_template(plain, SOMEBODY_ASKS)
+    assert text(model, [SYSTEM]) == "<user>Rules"
+    assert text(model, [SYSTEM, HELLO]) == "<system>Rules<user>Hello"
+
+
+def test_answers_where_roles_must_alternate(plain: Any) -> None:
+    model = with_template(plain, ALTERNATING)
+    twice = text(model, [HELLO, HI, {**HI, "content": None}, HI, BYE])
+    assert twice == "<user>Hello<assistant>Hi\n\nHi<user>Bye"
+    assert text(model, [HI, BYE]) == "<user>Hello.<assistant>Hi<user>Bye"
+    assert text(model, [SYSTEM, HI, BYE]) == "<user>Rules<assistant>Hi<user>Bye"
+
+
+def test_a_question_after_a_result_where_roles_must_alternate(plain: Any) -> None:
+    model = with_template(plain, MISTRAL, mistral)
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "Seen"}
+    talk = [SYSTEM, HELLO, call({}), result, BYE]
+    start = text(model, talk, tools=tools)
+    assert start.startswith("[INST] Rules\n\nHello[/INST][TOOL_CALLS] [")
+    assert "[/TOOL_RESULTS] Noted.<|im_end|>" in start and start.endswith("[INST] Bye[/INST]")
+    # So do the reminders that Claude Code sends as system messages, and what a user says instead of a result.
+    assert "</system>\n\nBye[/INST]" in text(model, [*talk[:4], MORE, BYE], tools=tools)
+    assert " Noted.<|im_end|>[AVAILABLE_TOOLS]" in text(model, [*talk[:3], BYE], tools=tools)
+
+
 def test_a_template_is_tried_once(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = with_template(plain, ONE_LEADING_SYSTEM).tokenizer
     fitted(tokenizer, [HELLO])
@@ -103,6 +159,12 @@ def test_broken_arguments_stay_text(plain: Any) -> None:
     found = text(model, [HELLO, call("{broken"), BYE])
     assert '<assistant>{"name": "look", "arguments": "{broken"}<end>' in found
     assert '"arguments": "{broken"' in text(plain, [HELLO, call("{broken"), BYE])
+    # Some templates drop a result without its call.
+    result = {"role": "tool", "tool_call_id": "1", "content": "Seen"}
+    assert text(model, [HELLO, call("{broken"), result]).endswith(
+        "<end><user><tool_response>\nSeen\n</tool_response><end><assistant><think>"
+    )
+    assert "<tool>Seen<end>" in text(model, [HELLO, call({"at": 1}), result])
 
 
 def test_ids_of_nine_characters(plain: Any) -> None:

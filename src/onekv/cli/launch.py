@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import getproxies_environment
 
 from .. import config
 from ..config import Settings
@@ -233,7 +234,16 @@ def _check_room(name: str, agent: Agent, longest: int, what: str) -> None:
 
 def _variables(setup: Setup) -> dict[str, str | None]:
     """What is set for the agent, or with None taken away."""
-    return {**{name: os.environ.get(name, value) for name, value in setup.defaults.items()}, **setup.variables}
+    defaults = {name: os.environ.get(name, value) for name, value in setup.defaults.items()}
+    return {**defaults, **setup.variables, **_past_proxies()}
+
+
+def _past_proxies() -> dict[str, str]:
+    """With a proxy in the environment, an agent would ask it for the server on this machine, too."""
+    proxies = getproxies_environment()
+    others = proxies.pop("no", "")
+    excluded = ",".join(([others] if others else []) + [HOST])
+    return dict.fromkeys(("NO_PROXY", "no_proxy"), excluded) if proxies else {}
 
 
 def _shown(agent: Agent, served: Served, setup: Setup, given: list[str], server: list[str] | None) -> str:

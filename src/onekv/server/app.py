@@ -89,6 +89,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
     field = ".".join(_place(error.body, first["loc"]))
     # Half a character cannot be sent back.
     message = _sendable(first["msg"]).removeprefix("Value error, ")
+    if first["type"] == "union_tag_invalid":
+        kind, name = _sendable(first["ctx"]["tag"]), first["ctx"]["discriminator"].strip("'")
+        message = f"{name} {kind[:40]!r} is not supported; only {first['ctx']['expected_tags']}"
     return error_response(request.url.path, BadRequestError(message, _sendable(field) or None))
 
 

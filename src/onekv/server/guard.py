@@ -1,7 +1,8 @@
 """Checks before every route: host names, origins, keys, sizes.
 
 host      must be an allowed name of the server, so that no web page can reach it under its own name
-body      read here, at most `--max-body` bytes of a reasonable shape, then passed on; so no handler sees more
+body      read here, at most `--max-body` bytes of a reasonable shape, then passed on as JSON, whatever the client calls
+          it (`curl -d` calls it a form); so no handler sees more
 origin    a web page from another origin may not call the server unless it is in `--cors-origin`
 key       compared in constant time with each of the server's keys; determines the salt of cached prefixes
 
@@ -72,6 +73,8 @@ class Guard(Around):
         except OneKVError as error:
             await error_response(scope["path"], error)(scope, receive, send)
             return
+        kept = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope = {**scope, "headers": [*kept, (b"content-type", b"application/json")]}
         await self._answer(scope, _replay(body, receive), send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

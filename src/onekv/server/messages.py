@@ -1,15 +1,20 @@
 """Messages in the form that the model's chat template accepts.
 
-Templates differ in what they reject: a second system message, one after the user's, any at all, two user messages in a
-row, arguments that are not an object. A template is tested with tiny messages, once; whatever it accepts is left
+Templates differ in what they reject: a second system message, one after the user's, any at all, roles that do not
+alternate, arguments that are not an object. A template is tested with tiny messages, once; whatever it accepts is left
 unchanged, since the same messages must become the same prompt. What it rejects, or silently drops, is rewritten:
 
     several system messages at the start    joined into one by an empty line
     a system message later on               becomes user text in <system> tags in the same place: moved to the front, it
                                             would change the start of the prompt, and nothing after it would be cached
     a system message, if none is accepted   is prepended to the first user message
-    two user messages in a row              joined into one by an empty line
-    arguments that are text                 the call becomes content
+    a system message and nothing else       becomes user text, if the template does not accept it alone
+    two user messages in a row, or two      joined into one by an empty line
+    answers
+    an answer before any user message       gets a user message before it: `GREETING`
+    a user message after a call or its      gets an answer before it: `NOTED`
+    result
+    arguments that are text                 the call becomes content, its result user text
     reasoning next to text and a call       is removed
     ids of calls that are not nine          are replaced by a hash of that length, in the call and in its result
     letters or digits
@@ -20,7 +25,6 @@ If the last message is an assistant message without calls, the answer continues 
 import hashlib
 import json
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +32,9 @@ from ..ask import TEMPLATE_ERRORS
 from .call import ChatCall, ChatMessage
 from .errors import BadRequestError
 from .segments import SHORT_ID
+
+# What is said where a template wants somebody to have spoken.
+GREETING, NOTED = "Hello.", "Noted."
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,12 @@ class Taken:
     system: bool = True
     several_systems: bool = True
     late_system: bool = True
+    # A conversation that has nothing else.
+    lone_system: bool = True
     users_in_a_row: bool = True
+    answers_in_a_row: bool = True
+    answer_first: bool = True
+    user_after_result: bool = True
     text_arguments: bool = True
     thoughtful_calls: bool = True
     any_call_id: bool = True
@@ -57,6 +69,7 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
     if messages[-1]["role"] == "assistant" and not (messages[-1].get("content") or messages[-1].get("tool_calls")):
         # Nothing to continue from.
         messages = messages[:-1]
+    messages = _with_text_results(messages, taken)
     messages = [_plainer(message, taken) for message in messages]
     count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     first, rest = messages[:count], messages[count:]
@@ -64,10 +77,9 @@ def fitted(tokenizer: Any, messages: list[ChatMessage]) -> list[ChatMessage]:
         first = [{"role": "system", "content": _joined(first)}]
     if not taken.late_system:
         rest = [_as_user(message) if message["role"] == "system" else message for message in rest]
-    if first and not taken.system:
+    if first and not (taken.system and (rest or taken.lone_system)):
         first = [{"role": "user", "content": _joined(first)}]
-    messages = [*first, *rest]
-    return messages if taken.users_in_a_row else _without_rows(messages)
+    return _alternating([*first, *rest], taken)
 
 
 def continues(call: ChatCall) -> bool:
@@ -89,15 +101,51 @@ def _as_user(message: ChatMessage) -> ChatMessage:
 
 
 def _joined(messages: list[ChatMessage]) -> str:
-    return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(message["content"] for message in messages if message.get("content"))
 
 
-def _without_rows(messages: list[ChatMessage]) -> list[ChatMessage]:
+def _alternating(messages: list[ChatMessage], taken: Taken) -> list[ChatMessage]:
+    runs: list[list[ChatMessage]] = []
+    for message in messages:
+        if runs and _joins(runs[-1][-1], message, taken):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
     found: list[ChatMessage] = []
-    for role, run in groupby(messages, lambda message: message["role"]):
-        same = list(run)
-        found += [{"role": "user", "content": _joined(same)}] if role == "user" and len(same) > 1 else same
+    begun = taken.answer_first
+    for run in runs:
+        before, role = found[-1] if found else {"role": "system"}, run[0]["role"]
+        if role == "assistant" and not begun:
+            found.append({"role": "user", "content": GREETING})
+        begun |= role != "system"
+        if role == "user" and (before["role"] == "tool" or before.get("tool_calls")) and not taken.user_after_result:
+            found.append({"role": "assistant", "content": NOTED})
+        found.append(run[-1] | {"content": _joined(run)} if len(run) > 1 else run[0])
     return found
+
+
+def _joins(before: ChatMessage, message: ChatMessage, taken: Taken) -> bool:
+    """Whether the template wants both as one."""
+    role = message["role"]
+    if role != before["role"]:
+        return False
+    if role == "assistant":
+        return not (taken.answers_in_a_row or before.get("tool_calls"))
+    return role == "user" and not taken.users_in_a_row
+
+
+def _with_text_results(messages: list[ChatMessage], taken: Taken) -> list[ChatMessage]:
+    """The results of calls that become text are the user's text: some templates drop a result without its call."""
+    if taken.text_arguments:
+        return messages
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    broken = {call["id"] for call in calls if not isinstance(call["function"]["arguments"], dict)}
+    return [
+        {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        if message["role"] == "tool" and message["tool_call_id"] in broken
+        else message
+        for message in messages
+    ]
 
 
 def _plainer(message: ChatMessage, taken: Taken) -> ChatMessage:
@@ -124,38 +172,48 @@ def _nine(call_id: str) -> str:
 
 
 def _try_out(tokenizer: Any) -> Taken:
-    def text_of(messages: list[ChatMessage]) -> str | None:
+    def text_of(*messages: ChatMessage) -> str | None:
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=True))
         except TEMPLATE_ERRORS:
             return None
 
     def takes(*messages: ChatMessage) -> bool:
-        text = text_of([*messages])
+        text = text_of(*messages)
         return text is not None and all(message["content"] in text for message in messages)
 
-    def takes_call(arguments: Any, call_id: str = CALL_ID, **more: str) -> bool:
+    def calling(arguments: Any = None, call_id: str = CALL_ID, **more: str) -> list[ChatMessage]:
         """Not every template renders the text next to a call."""
-        calls = [{"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}]
-        result = {"role": "tool", "tool_call_id": call_id, "name": "look", "content": "Seen"}
-        return text_of([user, {**said("assistant", "Looking"), "tool_calls": calls, **more}, result]) is not None
+        function = {"name": "look", "arguments": {"at": "it"} if arguments is None else arguments}
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        result = _word("tool", "seen") | {"tool_call_id": call_id, "name": "look"}
+        return [user, _word("assistant", "looks") | {"tool_calls": calls, **more}, result]
 
-    def said(role: str, word: str) -> ChatMessage:
-        return {"role": role, "content": word}
-
-    user, answer, later = said("user", "Hello"), said("assistant", "Greetings"), said("user", "Thanks")
+    user, answer, later = _word("user", "asks"), _word("assistant", "answers"), _word("user", "thanks")
     if not takes(user, answer, later):
         # Whatever it wants, it is not known here.
         return Taken()
-    rules, more = said("system", "Rules"), said("system", "Instructions")
-    system = takes(rules, user)
-    calls = takes_call({"at": "it"})
+    rules, more, again = _word("system", "rules"), _word("system", "more"), _word("assistant", "adds")
+    calls = text_of(*calling()) is not None
+    # Some write it before the last message, if that is a user's, or not at all.
+    system = takes(rules, user) and takes(rules, user, answer)
+    system = system and (not calls or rules["content"] in (text_of(rules, *calling()) or ""))
+    late = [(rules, user, more), (rules, user, more, answer, later), (rules, user, answer, more, later)]
     return Taken(
         system=system,
         several_systems=takes(rules, more, user),
-        late_system=system and takes(rules, user, more) and takes(rules, user, answer, more, later),
+        late_system=system and all(takes(*talk) for talk in late),
+        lone_system=takes(rules),
         users_in_a_row=takes(user, later),
-        text_arguments=not calls or takes_call("{at"),
-        thoughtful_calls=not calls or takes_call({"at": "it"}, reasoning_content="Hm"),
-        any_call_id=not calls or takes_call({"at": "it"}, LONG_CALL_ID),
+        answers_in_a_row=takes(user, answer, again, later),
+        answer_first=takes(answer, later),
+        user_after_result=not calls or text_of(*calling(), later) is not None,
+        text_arguments=not calls or text_of(*calling("{at")) is not None,
+        thoughtful_calls=not calls or text_of(*calling(reasoning_content="Hm")) is not None,
+        any_call_id=not calls or text_of(*calling(call_id=LONG_CALL_ID)) is not None,
     )
+
+
+def _word(role: str, word: str) -> ChatMessage:
+    """With a word that no template has in its own text."""
+    return {"role": role, "content": f"onekv {word}"}
