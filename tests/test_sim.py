@@ -61,6 +61,20 @@ def test_what_once_failed_does_not_any_more(file):
     assert outcome.problem is None, outcome.trace
 
 
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [
+        # A tier that could not be told that parts will not be read kept the remote tier's buffers.
+        (60000032, 4000),
+        # A folder with a damaged index is left as it is, and a lower limit applies from the next start on.
+        (80000355, 760),
+    ],
+)
+def test_a_seed_that_once_failed_does_not_any_more(seed, steps):
+    outcome = run_seed(seed, steps)
+    assert outcome.problem is None, outcome.trace
+
+
 def test_a_seed_replays_exactly():
     first, second = run_seed(11, 500), run_seed(11, 500)
     assert first.problem is None

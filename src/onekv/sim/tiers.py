@@ -1,6 +1,5 @@
 """The tiers of a simulated server: the real ones, without threads, on files and a store with injected faults."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ..tiers.base import STATES
@@ -17,11 +16,11 @@ from .store import SimStore
 
 
 class Limited(SimFiles):
-    """Sees to it that the folder never takes more than its limit, which a restart may change."""
+    """Verifies that the folder never takes more than `limit`: that of the last start at which it could be used."""
 
-    def __init__(self, folder: Path, limit: Callable[[], int | None], faults: Faults, clock: SimClock) -> None:
+    def __init__(self, folder: Path, limit: int | None, faults: Faults, clock: SimClock) -> None:
         super().__init__(faults, clock)
-        self._folder, self._limit = folder, limit
+        self._folder, self.limit = folder, limit
         self._writes = 0
 
     def write(self, handle: int, data: memoryview) -> int:
@@ -33,18 +32,18 @@ class Limited(SimFiles):
 
     def check(self) -> None:
         """Checks the size of all files, and of parts together with what the index may need before the next check."""
-        limit = self._limit()
+        limit = self.limit
         sizes = {file: file.stat().st_size for file in self._folder.rglob("*") if file.is_file()}
         parts = sum(size for file, size in sizes.items() if file.parent.parent.parent == self._folder)
         if limit is not None and max(sum(sizes.values()), parts + LOG + SMALL) > limit:
             raise Violation(f"the folder takes {sum(sizes.values())} bytes, {parts} of them in parts, of {limit}")
 
 
-def open_disk(config: Config, folder: Path, files: SimFiles, clock: SimClock) -> DiskTier | None:
+def open_disk(config: Config, folder: Path, files: Limited, clock: SimClock) -> DiskTier | None:
     if config.disk_limit is None:
         return None
     images = images_of(config.layout, config.block_size)
-    return DiskTier(
+    tier = DiskTier(
         folder,
         f"model {config.model} {config.plan.stored_as}",
         "sim",
@@ -57,6 +56,9 @@ def open_disk(config: Config, folder: Path, files: SimFiles, clock: SimClock) ->
         clock=clock,
         threads=False,
     )
+    if tier.stats().failed is None:
+        files.limit = config.disk_limit
+    return tier
 
 
 def open_remote(config: Config, store: SimStore, clock: SimClock) -> RemoteTier | None:

@@ -72,7 +72,7 @@ class World:
         self._states: dict[Request, str] = {}
         # The requests that the engine works for, the innermost last.
         self._working: list[Several[Request]] = []
-        self.files = Limited(self.folder / "kv", lambda: self.config.disk_limit, self.faults, self.clock)
+        self.files = Limited(self.folder / "kv", self.config.disk_limit, self.faults, self.clock)
         self.neighbour = Neighbour(self.folder / "kv", self.files, self.clock, self.counts)
         self._start()
 
