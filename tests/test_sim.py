@@ -68,6 +68,8 @@ def test_what_once_failed_does_not_any_more(file):
         (60000032, 4000),
         # A folder with a damaged index is left as it is, and a lower limit applies from the next start on.
         (80000355, 760),
+        # Killed between the folder's opening and the first look at it.
+        (90000001, 4000),
     ],
 )
 def test_a_seed_that_once_failed_does_not_any_more(seed, steps):

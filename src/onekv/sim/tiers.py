@@ -56,7 +56,7 @@ def open_disk(config: Config, folder: Path, files: Limited, clock: SimClock) -> 
         clock=clock,
         threads=False,
     )
-    if tier.stats().failed is None:
+    if tier.failed is None:
         files.limit = config.disk_limit
     return tier
 

@@ -301,6 +301,11 @@ class DiskTier:
     def flush(self) -> None:
         self._writer.flush()
 
+    @property
+    def failed(self) -> str | None:
+        """Why it is disabled, if it is; `stats` has that, too, and looks at the disk."""
+        return self._shared.failed
+
     def stats(self) -> TierStats:
         try:
             size = sum(self._folder.sizes().values())
