@@ -108,7 +108,7 @@ class DictStore:
         return True
 
     def delete(self, name: str) -> None:
-        raise AssertionError("nothing is wrong with any value")
+        assert not name.endswith(".safetensors"), "nothing is wrong with any value"
 
     def close(self) -> None:
         """Nothing is held."""

@@ -17,6 +17,7 @@ from onekv.bench.soak import save_tiny
 from onekv.bench.texts import TEXTS
 from onekv.cli import main
 from onekv.engine.divergence import divergences, log_probabilities
+from onekv.engine.runner import Runner
 from onekv.memory.layout.calibration import calibration_tokens
 from onekv.models import load_model
 from stock import small_llama, stock_logits
@@ -108,8 +109,16 @@ def test_bench_quality_writes_its_figures(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("smollm2_path")
-def test_bench_formats_writes_its_figures(capsys, tmp_path):
+def test_bench_formats_writes_its_figures(capsys, tmp_path, monkeypatch):
+    """And prefills as the engine does."""
     model, file = tmp_path / "model", tmp_path / "result.json"
+    stored, store = [], Runner.store
+
+    def recorded(runner, sequences, tokens):
+        stored.append(len(tokens[0]))
+        store(runner, sequences, tokens)
+
+    monkeypatch.setattr(Runner, "store", recorded)
     model.mkdir()
     argv = ["--model", save_tiny(model), "--format", "q8", "--context", "300", "--tokens", "2", "--rounds", "1"]
     assert main(["bench", "formats", *argv, "--json", str(file)]) == 0
@@ -117,6 +126,7 @@ def test_bench_formats_writes_its_figures(capsys, tmp_path):
     plain, q8 = json.loads(file.read_text())["results"]
     assert plain["ratio"] == 1 and q8["ratio"] > 0 and q8["decode_tokens_per_s"] > 0
     assert q8["kv_bytes"] == 300 * q8["token_bytes"] < plain["kv_bytes"] / 3
+    assert stored == [256, 44] * 2
 
 
 def test_what_cannot_be_measured_is_refused(capsys):

@@ -96,14 +96,16 @@ class _Side:
         self._sequence = self._memory.open(context + tokens)
         self.seconds: list[float] = []
         print(f"storing {context} tokens in {name} ...", file=sys.stderr, flush=True)
-        prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, min(context, PROMPT))
+        prompt = np.random.default_rng(context).integers(0, plan.layout.vocabulary, min(context, PROMPT)).tolist()
         begin = time.perf_counter()
         for start in range(0, len(prompt), CHUNK):
-            self._token = self._step(mx.array(prompt[None, start : start + CHUNK]))
+            # As the engine stores chunks of a prompt: without logits.
+            self._runner.store([self._sequence], [prompt[start : start + CHUNK]])
         self.prefill_tokens_per_s = len(prompt) / (time.perf_counter() - begin)
         for start in range(len(prompt), context, CHUNK):
             self._fill(min(CHUNK, context - start))
         self._sequence.prefilled()
+        self._token = mx.array([[prompt[-1]]])
 
     def decode(self, tokens: int, timed: bool) -> None:
         begin = time.perf_counter()
@@ -113,13 +115,6 @@ class _Side:
             mx.eval(self._token, self._memory.arrays())
         if timed:
             self.seconds.append(time.perf_counter() - begin)
-
-    def _step(self, tokens: mx.array) -> mx.array:
-        """Store `tokens` [1, count]; the next one, [1, 1]."""
-        with self._memory.step([self._sequence], tokens.shape[1]) as caches:
-            following: mx.array = self._model(tokens, cache=caches)[:, -1:].argmax(axis=-1)
-        mx.eval(following, self._memory.arrays())
-        return following
 
     def _fill(self, count: int) -> None:
         """Store `count` tokens of random keys and values."""
