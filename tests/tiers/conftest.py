@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from remote_parts import Valkey, llm_of
+
+from onekv import LLM
 
 
 @pytest.fixture
@@ -57,3 +60,17 @@ def no_more_threads() -> Callable[[], AbstractContextManager[None]]:
             threading.stack_size(before)
 
     return entered
+
+
+@pytest.fixture(scope="module")
+def right() -> Iterator[LLM]:
+    """What uncached runs answer."""
+    with llm_of(prefix_cache=False) as llm:
+        yield llm
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Valkey]:
+    server = Valkey(tmp_path)
+    yield server
+    server.stop()

@@ -37,13 +37,6 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
     server.stop()
 
 
-@pytest.fixture(scope="module")
-def right() -> Iterator[LLM]:
-    """What uncached runs answer."""
-    with llm_of(prefix_cache=False) as llm:
-        yield llm
-
-
 def stored(url: str, seed: int = 1) -> list[int]:
     """A prompt that is in the store."""
     with llm_of(url=url) as llm:

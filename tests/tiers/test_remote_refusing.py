@@ -10,27 +10,12 @@ import pytest
 from remote_parts import SLOW, Valkey, ask, flush, llm_of, object_store, prompt_of, reading_is_worth_it, remote, until
 from test_remote_faults import recovers, stored
 
-from onekv import LLM
 from onekv.errors import SettingError
 from onekv.tiers.remote import opening
 from onekv.tiers.remote.stores import Trouble
 from onekv.tiers.remote.url import parse
 
 Emptying = Callable[[], None]
-
-
-@pytest.fixture(scope="module")
-def right() -> Iterator[LLM]:
-    """What uncached runs answer."""
-    with llm_of(prefix_cache=False) as llm:
-        yield llm
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Valkey]:
-    server = Valkey(tmp_path)
-    yield server
-    server.stop()
 
 
 @pytest.fixture

@@ -25,16 +25,8 @@ from remote_parts import (
 )
 from test_remote_faults import recovers, stored
 
-from onekv import LLM
 from onekv.tiers.remote import opening
 from onekv.tiers.remote.url import parse
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Valkey]:
-    server = Valkey(tmp_path)
-    yield server
-    server.stop()
 
 
 @pytest.fixture
@@ -53,13 +45,6 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         for name, value in known.items():
             monkeypatch.setenv(name, value)
         yield f"s3://kv-blocks?timeout={SLOW}"
-
-
-@pytest.fixture(scope="module")
-def right() -> Iterator[LLM]:
-    """What uncached runs answer."""
-    with llm_of(prefix_cache=False) as llm:
-        yield llm
 
 
 @pytest.mark.parametrize("kind", ["valkey", "file", "s3"])
