@@ -53,9 +53,9 @@ def main() -> None:
     chosen = products.way
     for rows in arguments.rows:
         for k, n in SHAPES:
-            tried = [(1, 4), (1, 2), (2, 2), (2, 1), (4, 1)] if arguments.tune else [chosen(rows, n)]
+            tried = [(1, 4), (1, 2), (2, 2), (2, 1), (4, 1)] if arguments.tune else [chosen(rows, k, n)]
             for outs, batch in tried:
-                products.way = lambda rows, n, way=(outs, batch): way
+                products.way = lambda rows, k, n, way=(outs, batch): way
                 ours, stock = measure(rows, k, n)
                 share = 2 * k * n / per_second / ours
                 print(

@@ -23,6 +23,9 @@ hypothesis.settings.load_profile("explore")
 # Whatever runs, in this process and in those it starts: when it has ended, all blocks are counted.
 os.environ.setdefault("ONEKV_CHECK_INTEGRITY", "on")
 
+# On a GPU, MLX multiplies float32 in TF32 unless told otherwise; tests compare float32.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 # A background job of a script is started with Ctrl-C ignored, and so are its children: tests that press it would wait.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

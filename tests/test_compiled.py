@@ -12,6 +12,7 @@ from onekv.engine.selftest import compile_decode, forward, set_direct
 from onekv.memory import attention
 from onekv.memory.attention import Backend
 from onekv.memory.compiled import CompiledDecode, rounded_rows
+from onekv.memory.pairs import Grid, make_grid
 from onekv.memory.traced import Untraceable
 from onekv.memory.work import Kernel
 from stock import check_writes_in_place, make_memory, small_llama, stock_logits
@@ -114,6 +115,62 @@ def test_compiled_steps_give_what_the_model_gives(reader, name, lengths):
         assert mx.abs(logits[row] - expected).max() < 1e-4
     # 20 tokens fill at most two more blocks: few shapes.
     assert len(compiled._functions) <= 4
+
+
+def test_positions_come_from_the_step_before(reader, monkeypatch):
+    """The host writes them once; they are the same where a sequence was rolled back, or padding is among the rows."""
+    given = []
+    find = CompiledDecode._positions
+
+    def watched(self, lengths, padding):
+        following = self._following
+        positions = find(self, lengths, padding)
+        assert positions.tolist() == [*lengths, *[-1] * padding]
+        given.append(following is not None and positions is following[1])
+        return positions
+
+    monkeypatch.setattr(CompiledDecode, "_positions", watched)
+    model = llama()
+    _, tokens, compiled = run(model, make_memory(model), (5, 33, 12), 6)
+    # The first step is tried when the model is loaded, with another number of rows.
+    assert given[-6:] == [False, *[True] * 5]
+    memory = compiled._memory
+    sequence = memory.open(20)
+    for step, back in enumerate((0, 0, 1, 0)):
+        memory.truncate(sequence, sequence.length - back)
+        mx.eval(compiled([sequence], mx.array([tokens[0][step]]), [1]))
+    assert given[-4:] == [False, True, False, True]
+    memory.close(sequence)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_grid_is_made_from_the_one_before(name):
+    """Tables that grow, shrink and change places: as if it were made anew."""
+    memory = make_memory(llama() if name == "llama" else build(name), blocks=200)
+    draw = np.random.default_rng(2)
+    sequences = [memory.open(300) for _ in range(5)]
+    tables = [sequence.tables[0] for sequence in sequences]
+    lengths = [0] * 5
+    grid = None
+    for _ in range(200):
+        for row, table in enumerate(tables):
+            more = min(280 - lengths[row], int(draw.integers(1, 9)))
+            table.advance(lengths[row], more)
+            lengths[row] += more
+        if draw.random() < 0.1 and memory.pools[0].group.rule.span is None:
+            row = int(draw.integers(5))
+            lengths[row] = int(draw.integers(1, lengths[row] + 1))
+            tables[row].truncate(lengths[row])
+        if draw.random() < 0.1:
+            order = draw.permutation(5)
+            sequences, tables, lengths = ([some[i] for i in order] for some in (sequences, tables, lengths))
+        at = [length - 1 for length in lengths]
+        grid, anew = make_grid(tables, at, grid), Grid.of(tables, at)
+        for one, other in zip(grid.rows, anew.rows, strict=True):
+            assert np.array_equal(one, other) and one.dtype == other.dtype
+        assert grid.key == anew.key
+    for sequence in sequences:
+        memory.close(sequence)
 
 
 def test_rows_are_padded_to_few_numbers():

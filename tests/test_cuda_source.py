@@ -2,6 +2,9 @@
 `test_cuda.py`, `test_cuda_spread.py`, `test_cuda_encoded.py` and `test_cuda_products.py`.
 """
 
+import os
+import subprocess
+import sys
 from importlib.resources import files
 
 import mlx.core as mx
@@ -92,3 +95,12 @@ def test_constants_are_written_as_c():
     lines = define(mx.float16, (("D", 128), ("SCALE", 0.5), ("SINKS", False))).splitlines()
     assert lines[0] == "using T = __half;"
     assert lines[1:] == ["constexpr int64_t D = 128;", "constexpr float SCALE = 0.5;", "constexpr bool SINKS = false;"]
+
+
+def test_the_cache_of_graphs_never_raises():
+    """MLX's check counts all graphs that were ever made. It is off unless a user wants it."""
+    show = "import os, onekv; print(os.environ['MLX_ENABLE_CACHE_THRASHING_CHECK'])"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLX_")}
+    for given, expected in (({}, "0"), ({"MLX_ENABLE_CACHE_THRASHING_CHECK": "1"}, "1")):
+        out = subprocess.run([sys.executable, "-c", show], env=environment | given, capture_output=True, check=True)
+        assert out.stdout.decode().strip() == expected

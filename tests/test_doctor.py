@@ -5,6 +5,7 @@ three of the ten faults are in test_doctor_exact.py.
 """
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -20,8 +21,9 @@ import pytest
 
 from examining import KERNELS_OFF, clean, examine, found
 from onekv import loops
+from onekv.cli import main
 from onekv.config import Settings
-from onekv.doctor import disk, machine, serving
+from onekv.doctor import checks, disk, machine, serving
 from onekv.doctor.base import Case, Check, Notes, Result, Status, switch
 from onekv.doctor.engines import chat_model, generate, make_engine, random_prompt
 from onekv.doctor.running import run_checks
@@ -287,6 +289,20 @@ def test_a_check_that_raises_is_a_failed_check() -> None:
     assert first.findings[0].text.startswith("LookupError: there is no setting 'no such setting' (onekv/doctor/base.py")
     assert second.findings[0].text == "--kv-memory is 'x'"
     assert [each.status for each in (first, second, third)] == [Status.FAILED, Status.FAILED, Status.OK]
+
+
+def test_after_ctrl_c_the_checks_that_have_ended_are_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(case: Case, notes: Notes) -> None:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(checks, "CHECKS", [machine.CLOCK, Check("interrupted", "", interrupted)])
+    assert main(["doctor", "--json", str(file)]) == 130
+    out, err = capsys.readouterr()
+    assert "clock" in out and "verdict:" in out and err.endswith("onekv: interrupted\n")
+    assert [check["name"] for check in json.loads(file.read_text())["checks"]] == ["clock"]
 
 
 def test_a_switch_exists_and_takes_its_value() -> None:

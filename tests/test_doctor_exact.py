@@ -18,6 +18,7 @@ from onekv.doctor.base import Case, Finding, Status, switch
 from onekv.memory.attention import chunk, layer, paged
 from onekv.memory.attention import loops as attention_loops
 from onekv.memory.attention.numba import encoded
+from onekv.memory.plan.device import Device
 
 FULL = "full attention"
 
@@ -203,3 +204,16 @@ def test_nothing_is_downloaded_unless_asked_for(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(model, "fetched", dict)
     result = examine(model.CHECK)
     assert result.status is Status.SKIPPED and "`onekv doctor smollm2-135m` downloads it" in result.findings[0].text
+
+
+def test_processes_compare_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, where each compiles kernels."""
+    asked = [("recurrent", "float32", "auto", True), ("latent attention", "float32", "auto", True)]
+    assert list(exactness._in_turn(asked, 2)) == list(exactness._in_turn(asked, 0))
+    assert exactness.workers(100) == 0 or mx.default_device() == mx.gpu
+    monkeypatch.setattr(exactness, "device_kind", lambda: "cuda")
+    monkeypatch.setattr(exactness.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(exactness, "read_device", lambda: Device("a GPU", 80 * 2**30, 79 * 2**30))
+    assert [exactness.workers(count) for count in (1, 100)] == [0, exactness.MOST_WORKERS]
+    monkeypatch.setattr(exactness, "read_device", lambda: Device("a GPU", 8 * 2**30, 7 * 2**30))
+    assert exactness.workers(100) == 3

@@ -1,11 +1,14 @@
 """Steps of decoding: one is in the air while the next is built, whatever rules the requests of a batch have."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from onekv.engine import Request
 from onekv.engine.params import Sampling
+from onekv.memory import layers
 from stock import engine_of, small_llama
 
 PROMPTS = [[7 * i % 61 + 1 for i in range(n)] for n in (40, 23, 31)]
@@ -97,3 +100,51 @@ def test_memory_that_computes_at_once_is_not_run_ahead(model):
         assert runs.runner.flight is None and len(request.tokens) == 1
     run(runs)
     assert len(request.tokens) == 5
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_layers_of_a_prompt_are_waited_for_on_a_gpu(monkeypatch, chunk):
+    """Few of them are in flight, so that their activations are not all there at a time; nothing else changes.
+
+    On CPU, where MLX itself is never far ahead, as it would be on a GPU.
+    """
+    model = small_llama(1, num_hidden_layers=6, intermediate_size=64, num_key_value_heads=2, head_dim=32)
+    engines = [engine_of(model, kv_memory="4MB", block_size=16, prefill_chunk=chunk, max_batch=2) for _ in range(2)]
+    paced = engines[1]
+    paced.memory._holder.pace = layers.Pace(chunk)
+    flying, most, started = [], [], []
+    start, wait, end = mx.async_eval, mx.eval, layers.Pace.end
+
+    def watched_start(new, stored):
+        start(new, stored)
+        flying.append(new)
+        started.append(new.shape)
+
+    def watched_wait(*arrays):
+        if len(arrays) == 1 and any(arrays[0] is new for new in flying):
+            most.append(len(flying))
+            assert arrays[0] is flying.pop(0)
+        wait(*arrays)
+
+    monkeypatch.setattr(layers.Pace, "end", lambda pace: flying.clear() or end(pace))
+    answers = []
+    for engine in engines:
+        with monkeypatch.context() as patched:
+            if engine is paced:
+                patched.setattr(layers, "mx", SimpleNamespace(async_eval=watched_start, eval=watched_wait))
+            request = Request(PROMPTS[0] + PROMPTS[1], 5)
+            engine.submit(request)
+            while not engine.idle:
+                engine.step()
+        answers.append(request.tokens)
+    assert answers[1] == answers[0]
+    # Of a prompt of 63 tokens, 62 are stored in passes: three of 16 tokens and one of 14, or one. In passes that are
+    # smaller than a chunk, every second of the six layers is started by itself.
+    assert len(started) == {16: 3 * 6 + 3, 64: 3}[chunk]
+    assert most and set(most) == {layers.AHEAD + 1}
+
+
+def test_only_a_gpu_waits_for_layers():
+    engine = engine_of(small_llama(1, num_hidden_layers=2, intermediate_size=64, num_key_value_heads=2, head_dim=32))
+    assert (engine.memory._holder.pace is None) == (mx.default_device() == mx.cpu)
+    assert engine.runner.together == (mx.default_device() != mx.cpu)

@@ -8,7 +8,9 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from architectures import VOCAB, build
 from onekv import LLM, Sampling
-from onekv.engine.sampling import _first_largest, _peaks
+from onekv.engine import Request
+from onekv.engine import sampling as sampling_module
+from onekv.engine.sampling import _first_largest, _peaks, sample
 from onekv.errors import PromptError, RequestFailedError, SettingError
 
 PROMPT = [int(token) for token in np.random.default_rng(1).integers(1, VOCAB, 20)]
@@ -259,3 +261,37 @@ def test_the_largest_logit_is_found_part_by_part(vocabulary):
     assert mx.array_equal(_first_largest(logits, _peaks(logits)), mx.argmax(logits, axis=-1))
     logits[3, vocabulary // 2] = mx.nan
     assert mx.isnan(_peaks(logits).max(axis=-1)).tolist() == [row == 3 for row in range(40)]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7},
+        {"logprobs": 0},
+        {"logit_bias": {5: 100.0}},
+        {"min_tokens": 2},
+        {"presence_penalty": 9.0},
+    ],
+    ids=str,
+)
+def test_the_likeliest_tokens_are_found_at_once_on_a_gpu(monkeypatch, sampling):
+    """If no row wants more than that; then as by all that the others may want."""
+    mx.random.seed(0)
+    logits = mx.random.normal((4, 64)).astype(mx.bfloat16)
+    logits[2, 7] = mx.nan
+    requests = [Request([1, 2], 5, sampling=Sampling(**some)) for some in ({}, {}, {}, sampling)]
+    for request in requests:
+        request.tokens.append(3)
+        request.stop_at({9})
+    at_once = []
+    monkeypatch.setattr(
+        sampling_module, "_likeliest", lambda logits: at_once.append(1) or sampling_module._find_likeliest(logits)
+    )
+    expected = sample(logits, requests, [1] * 4)
+    monkeypatch.setattr(sampling_module, "kind", lambda: "cuda")
+    found = sample(logits, requests, [1] * 4)
+    assert found.sound.tolist() == expected.sound.tolist() == [True, True, False, True]
+    sound = mx.array([0, 1, 3])
+    assert mx.array_equal(found.tokens[sound], expected.tokens[sound])
+    assert len(at_once) == (sampling == {})

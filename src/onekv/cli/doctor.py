@@ -46,7 +46,7 @@ def run(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from ..models.limits import import_mlx_lm
 
     import_mlx_lm()
-    from ..doctor.base import Case
+    from ..doctor.base import Case, Result
     from ..doctor.checks import CHECKS
     from ..doctor.report import as_json, as_text, exit_status
     from ..doctor.running import run_checks
@@ -56,12 +56,16 @@ def run(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         command.error(f"a model was named ({arguments.model}), but --check leaves out the check called model")
     progress = Progress()
     case = Case(settings, arguments.model, port, say=progress.say, doing=progress.doing)
-    results = run_checks(case, chosen)
-    if arguments.json == "-":
-        print(as_json(results))
-    else:
-        print(as_text(results))
-        if arguments.json is not None:
+    results: list[Result] = []
+    try:
+        results.extend(run_checks(case, chosen))
+    finally:
+        # After Ctrl-C, too: the checks that have ended.
+        if arguments.json == "-":
+            print(as_json(results))
+        elif results:
+            print(as_text(results))
+        if arguments.json not in (None, "-"):
             Path(arguments.json).write_text(as_json(results) + "\n")
     return exit_status(results)
 

@@ -25,8 +25,8 @@ from .source import NAMES, Constants, define, kernel_name, read
 # loaded must leave room for a second thread block.
 WARPS, BATCH, BATCH_OF_MORE = 8, 4, 2
 # Times sixteen outputs of a thread block where there are more than MOST rows: each reads all inputs, which is more than
-# its weights then.
-OUTS = 2
+# its weights then. With more than 8 rows it also pays from so many outputs on; and with so many inputs, more loads.
+OUTS, WIDE, LONG = 2, 16384, 8192
 # Rows that are multiplied by the kernel, and where some are tokens of one sequence; more are cuBLAS's.
 LEAST, MOST, MOST_OF_SEVERAL = 1, 16, 64
 
@@ -62,10 +62,12 @@ def fits(layer: Linear, x: mx.array) -> bool:
     return LEAST <= rows <= most and x.size == rows * x.shape[-1] and x.dtype == layer.weight.dtype
 
 
-def way(rows: int, n: int) -> tuple[int, int]:
+def way(rows: int, k: int, n: int) -> tuple[int, int]:
     """Times sixteen outputs of a thread block, and loads at once: as many as there are registers for."""
-    outs = OUTS if rows > MOST and n % (16 * OUTS) == 0 else 1
     if rows <= 8:
+        return 1, BATCH
+    outs = OUTS if (rows > MOST or n >= WIDE) and n % (16 * OUTS) == 0 else 1
+    if rows <= MOST and outs == 1 and k >= LONG:
         return outs, BATCH
     return outs, BATCH_OF_MORE if -(-rows // 8) + 2 * outs <= 10 else 1
 
@@ -75,7 +77,7 @@ def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array
     weight: mx.array = layer.weight
     n, k = weight.shape
     tiles = -(-x.shape[0] // 8)
-    outs, batch = way(x.shape[0], n)
+    outs, batch = way(x.shape[0], k, n)
     constants: Constants = (
         ("K", k),
         ("TILES", tiles),

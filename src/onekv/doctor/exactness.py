@@ -12,6 +12,9 @@ bounds.py has the bounds.
 """
 
 import math
+import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +34,7 @@ from ..memory.layout import Layout
 from ..memory.layout.calibration import centred
 from ..memory.layout.reader import read_layout
 from ..memory.layout.stored import encoded
+from ..memory.plan.device import read_device
 from .base import Case, Check, Notes, switch
 from .bounds import DTYPES, bounds
 from .models import KINDS, VOCAB, small_model
@@ -44,6 +48,10 @@ FEW = (PLAIN, "q8", "tq3")
 HALF = (FULL, "sliding window", "attention sinks")
 # Failed comparisons that are reported one by one.
 MOST = 5
+# Where processes compare: at least so many comparisons, at most so many processes, each with so much of the device.
+FEW_COMPARISONS, MOST_WORKERS, WORKER_BYTES = 8, 12, 2 * 2**30
+# Kind of layer, dtype, format, and whether OneKV's kernels are used.
+Asked = tuple[str, str, str, bool]
 # Tokens for formats whose keys are centred.
 CALIBRATION = [7 * i % (VOCAB - 5) + 1 for i in range(64)]
 
@@ -88,12 +96,13 @@ class NoReference(Exception):
 
 def run(case: Case, notes: Notes) -> None:
     cells: list[Cell] = []
-    for kind, dtype, format in wanted(device_kind()):
+    asked = [(*cell, case.settings.kernels != "off") for cell in wanted(device_kind())]
+    for (kind, dtype, format, _), found in zip(asked, _in_turn(asked, workers(len(asked))), strict=True):
         case.doing(f"{kind}, {format}, {dtype}")
-        try:
-            cells += compare(kind, dtype, format, case.settings.kernels != "off")
-        except NoReference as error:
-            notes.skip(f"{kind} in {dtype}: {error}")
+        if isinstance(found, str):
+            notes.skip(f"{kind} in {dtype}: {found}")
+        else:
+            cells += found
     for name in dict.fromkeys(cell.name for cell in cells):
         worst = max((cell for cell in cells if cell.name == name), key=_excess)
         notes.figure(name, worst.error, "relative", worst.limit)
@@ -110,6 +119,32 @@ def run(case: Case, notes: Notes) -> None:
         kinds, formats = ({getattr(cell, field) for cell in cells} for field in ("kind", "format"))
         what = f"{len(kinds)} kinds of layers, {len(formats)} formats, {backends} backends"
         notes.ok(f"{len(cells)} comparisons ({what}) within rounding")
+
+
+def workers(comparisons: int) -> int:
+    """Processes that compare; 0: this one does. CUDA kernels take seconds each to compile, and MLX compiles one at a
+    time, so there is a process for each core, as far as the device has room for their contexts."""
+    if device_kind() != "cuda" or comparisons < FEW_COMPARISONS:
+        return 0
+    return max(0, min((os.cpu_count() or 1) - 1, MOST_WORKERS, read_device().available // WORKER_BYTES))
+
+
+def _in_turn(asked: list[Asked], processes: int) -> Iterator[list[Cell] | str]:
+    """The comparisons of each, or why there is nothing to compare with."""
+    if not processes:
+        yield from map(_found, asked)
+        return
+    # Ctrl-C is for this process, which ends the others.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, ignore) as pool:
+        yield from pool.imap(_found, asked)
+
+
+def _found(asked: Asked) -> list[Cell] | str:
+    try:
+        return list(compare(*asked))
+    except NoReference as error:
+        return str(error)
 
 
 def _excess(cell: Cell) -> float:

@@ -2,7 +2,7 @@
 
 import gc
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import OneKVError
@@ -11,8 +11,7 @@ from .base import Case, Check, Notes, Result
 _PACKAGE = Path(__file__).parents[1]
 
 
-def run_checks(case: Case, checks: Sequence[Check]) -> list[Result]:
-    results = []
+def run_checks(case: Case, checks: Sequence[Check]) -> Iterator[Result]:
     for number, check in enumerate(checks, 1):
         case.say(f"[{number}/{len(checks)}] {check.name}: {check.shows}")
         begin, notes = case.clock.monotonic(), Notes()
@@ -26,9 +25,8 @@ def run_checks(case: Case, checks: Sequence[Check]) -> list[Result]:
         # Models and pools of this check must not count in the next one's figures.
         gc.collect()
         seconds = case.clock.monotonic() - begin
-        results.append(Result(check, notes.status, seconds, tuple(notes.figures), tuple(notes.findings)))
         case.say(f"      {notes.status} ({seconds:.1f} s)")
-    return results
+        yield Result(check, notes.status, seconds, tuple(notes.figures), tuple(notes.findings))
 
 
 def _place(error: Exception) -> str:

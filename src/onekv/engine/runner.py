@@ -45,9 +45,6 @@ from .selftest import (
 from .speculation.draft import Drafting
 from .speculation.verify import Row, Verification
 
-# Whether several prompts are stored in one pass. On a GPU it is faster, but takes more memory than planned.
-TOGETHER = False
-
 
 @dataclass
 class Flight:
@@ -60,7 +57,7 @@ class Flight:
 class Runner:
     # Why rows are decoded one by one, if they are.
     one_by_one: str | None
-    # Whether several prompts are stored in one pass. On CPU, one keeps all cores busy unless it is very short.
+    # Whether several prompts are stored in one pass: on a GPU; on CPU, one alone keeps all cores busy.
     together: bool
     # Decode steps, if they can be compiled, else why not.
     compiled: CompiledDecode | LoopedDecode | None
@@ -75,13 +72,15 @@ class Runner:
         model: Module,
         memory: KVMemory,
         max_batch: int,
-        together: bool = TOGETHER,
+        together: bool | None = None,
         known: Known | None = None,
     ) -> None:
         """Tests the model on `memory`, unless it is `known`: what it supports decides how rows are decoded.
 
-        `together`: whether several prompts are stored in one pass, if the model can.
+        `together`: whether several prompts are stored in one pass, if the model can; by default, what is faster.
         """
+        if together is None:
+            together = not memory.on_cpu and not memory.sharded
         known = known if known is not None else Known()
         self.model, self.memory = model, memory
         self.flight: Flight | None = None

@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 from . import device
 from .attention import LayerKV, choose
 from .figures import KVStats
-from .layers import ChunkedLayer, PagedLayer, StateCache, StepHolder
+from .layers import ChunkedLayer, Pace, PagedLayer, StateCache, StepHolder
 from .layout import Group, Layout, Leaf
 from .pool import IntegrityError, Pool
 from .pool.blocks import make_states
@@ -39,7 +39,9 @@ class KVMemory:
         # Why kernels that support this device are not used, each reason once.
         self.unused_kernels: list[str] = []
         self.pools = [self._pool(number, *each) for number, each in enumerate(zip(layout.groups, blocks, strict=True))]
-        self._holder, self.device = StepHolder(), device.kind()
+        self.device = device.kind()
+        # Ranks may not evaluate while a graph is built; on CPU, MLX itself is never far ahead.
+        self._holder = StepHolder(Pace(chunk) if self.device != "cpu" and not self.sharded else None)
         self._layers: list[PagedLayer] = []
         self.state_layers: list[StateCache] = []
         # The model's own argument: one cache per layer, in its order.
@@ -109,6 +111,8 @@ class KVMemory:
             raise
         finally:
             self._holder.step = None
+            if self._holder.pace is not None:
+                self._holder.pace.end()
             for layer in self._layers:
                 layer.release()
         self._previous = step

@@ -5,6 +5,8 @@ which sequences a call is for, `LayerKV` where the layer's KV is and how it is w
 backends compute attention over it. They define no `__len__`, because mlx-lm treats an empty cache as no cache.
 """
 
+from collections import deque
+
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
@@ -14,15 +16,49 @@ from .attention.turns import Turns
 from .hook import Attends, Mask, stock_attention
 from .step import GroupStep, Step
 
+# Layers of a prompt's chunk, if it has the planned size, that may be in flight when the next one is started.
+AHEAD = 1
+
 
 class StepHolder:
     """Where all layers of one model find the current step, and what they share."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: "Pace | None" = None) -> None:
         self.step: Step | None = None
         # Whether operations of MLX write the pool in the current or last step.
         self.writes = False
         self.turns = Turns()
+        self.pace = pace
+
+
+class Pace:
+    """Lets the host be only a few layers ahead of a GPU while a prompt is stored.
+
+    MLX allocates the outputs of an operation when it is started, and frees its inputs when the device has finished it.
+    Starting all layers at once allocates the activations of all of them: 9.8 GiB for 2,048 tokens of an 8B model, where
+    2.1 GiB are planned. Here a layer is started when the next one is built, and those before it are waited for, which
+    takes 2.0 GiB and is faster, as the device does not wait for the whole graph. A layer with fewer tokens than a chunk
+    counts as a part of one.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk, self._tokens = chunk, 0
+        self._started: deque[mx.array] = deque()
+
+    def layer(self, tokens: int, new: mx.array, stored: list[mx.array]) -> None:
+        """A layer is built up to its attention; it computed `new` and has `stored` it."""
+        self._tokens += tokens
+        if self._tokens < self._chunk:
+            return
+        self._tokens = 0
+        mx.async_eval(new, stored)
+        self._started.append(new)
+        if len(self._started) > AHEAD:
+            mx.eval(self._started.popleft())
+
+    def end(self) -> None:
+        self._tokens = 0
+        self._started.clear()
 
 
 class PagedLayer(Attends):
@@ -77,6 +113,8 @@ class PagedLayer(Attends):
             self._fetched = (keys, values)
         else:
             self._fetched = self.kv.read_plain(step)
+        if step.count > 1 and self._holder.pace is not None:
+            self._holder.pace.layer(len(step.counts) * step.count, keys, self.kv.arrays.all)
         return self._fetched
 
     def _stand_ins(self) -> Pair:

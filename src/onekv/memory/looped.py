@@ -32,7 +32,7 @@ from .kv import KVMemory
 from .layers import PagedLayer
 from .pool.sequence import Sequence
 from .step import Step
-from .traced import GroupShape, Inputs, TracedGroup, TracedStep, Untraceable
+from .traced import GroupShape, Inputs, Keys, TracedGroup, TracedStep, Untraceable
 
 Array = np.ndarray[Any, Any]
 
@@ -140,11 +140,11 @@ class LoopedDecode:
     def _trace(self, fixed: list[mx.array], attended: tuple[mx.array, ...] | None) -> tuple[mx.array, Recorder]:
         tokens, positions, blocks = fixed
         recorder = Recorder(attended)
-        inputs: Inputs = (blocks, blocks, [])
+        inputs: Inputs = ([blocks], [blocks], [])
 
         def make(step: Step) -> TracedStep:
-            shape = GroupShape(tuple(blocks.shape), (), 0)
-            groups = [TracedGroup(group, positions, inputs, shape, []) for group in step.groups]
+            shape = GroupShape((blocks.shape[0], blocks.shape[1]), (), 0)
+            groups = [TracedGroup(group, positions, inputs, shape, Keys()) for group in step.groups]
             for number, group in enumerate(groups):
                 group.recorder = lambda layer, call, new, number=number: recorder(layer, number, call, new)
             return TracedStep(step, groups)

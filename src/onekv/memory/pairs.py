@@ -57,7 +57,7 @@ class Grid:
         """Of each row the first `counts` blocks are real; `from_start`: all rows begin at position 0."""
         self._ids, self._base, self._counts = ids, base, counts
         self._pool, self.block_size, self._blocks = pool, pool.block_size, pool.blocks
-        self._from_start = from_start
+        self.from_start = from_start
         # Of each row, the first so many blocks may be read together with other rows.
         self._shareable = counts.copy()
         # Of what it was made from: stale when that has changed.
@@ -66,17 +66,16 @@ class Grid:
         self._tokens: Tokens | None = None
         self._matrices: dict[int, Matrices] = {}
         self._works: dict[tuple[Kernel, int], Work] = {}
-        self._wide: dict[int, tuple[mx.array, mx.array]] = {}
+        self._wide: dict[tuple[str, int], mx.array] = {}
         self._turns: dict[tuple[Rope, int], mx.array] = {}
         self._derived: dict[str, Any] = {}
 
     @classmethod
-    def of(cls, tables: list[Table], lengths: list[int]) -> "Grid":
-        pool, live = tables[0].pool, [table.live() for table in tables]
-        ids = [[table.blocks[i] for i in indices] for table, indices in zip(tables, live, strict=True)]
-        base = [np.array(indices) * pool.block_size for indices in live]
+    def of(cls, tables: list[Table], lengths: list[int], previous: "Grid | None" = None) -> "Grid":
+        """The grid of `tables`, made from a `previous` one if that is of the same tables."""
+        pool = tables[0].pool
         # Rows whose windows have moved on do not begin with the same blocks.
-        grid = cls(*_padded(ids, base), pool, tables[0].rule.span is None)
+        grid = cls(*(_updated(tables, previous) or _live(tables)), pool, tables[0].rule.span is None)
         grid.key = _key(tables, lengths)
         firsts: dict[int, int] = {}
         for row, table in enumerate(tables):
@@ -93,7 +92,7 @@ class Grid:
     def segments(self, least: int) -> list[Segment]:
         """Blocks that several rows begin with, `least` tokens or more, and what each row has of its own."""
         blocks = max(1, least // self.block_size)
-        if not self._from_start or len(self._ids) == 1:
+        if not self.from_start or len(self._ids) == 1:
             return []
         return find_segments(self._ids, self._counts, blocks, self._shareable)
 
@@ -155,14 +154,29 @@ class Grid:
             self._turns[rope, dim] = table.reshape(len(self._ids), -1, dim)
         return self._turns[rope, dim]
 
-    def wide(self, rows: int) -> tuple[mx.array, mx.array]:
-        """`ids` and `base` with more padding: `rows` rows, and a width that stays while they grow."""
-        if rows not in self._wide:
-            count, width = self._ids.shape
-            more = ((0, rows - count), (0, rounded(width) - width))
-            base = np.pad(self._base, more, constant_values=NOWHERE)
-            self._wide[rows] = mx.array(np.pad(self._ids, more, "edge")), mx.array(base)
-        return self._wide[rows]
+    @property
+    def rows(self) -> tuple[Integers, Integers, Integers]:
+        """What it was made from."""
+        return self._ids, self._base, self._counts
+
+    @property
+    def width(self) -> int:
+        """Blocks of the longest row, rounded up so that it stays while they grow."""
+        return rounded(self._ids.shape[1])
+
+    def wide_ids(self, rows: int) -> mx.array:
+        """`ids` with more padding: `rows` rows of `width` blocks."""
+        return self._widened("ids", self._ids, rows, mode="edge")
+
+    def wide_base(self, rows: int) -> mx.array:
+        """`base` with as much padding."""
+        return self._widened("base", self._base, rows, constant_values=NOWHERE)
+
+    def _widened(self, name: str, array: Integers, rows: int, **padding: Any) -> mx.array:
+        if (name, rows) not in self._wide:
+            more = ((0, rows - len(array)), (0, self.width - array.shape[1]))
+            self._wide[name, rows] = mx.array(np.pad(array, more, **padding))
+        return self._wide[name, rows]
 
     @property
     def ragged(self) -> bool:
@@ -197,7 +211,7 @@ class Grid:
         rows = rows or len(self._ids)
         if (kernel, rows) not in self._works:
             size, padding = self.block_size, rows - len(self._ids)
-            shared = SHARED // size if self._from_start else 0
+            shared = SHARED // size if self.from_start else 0
             self._works[kernel, rows] = make_work(
                 self._ids, self._base, self._counts, kernel, LEAST // size, shared, padding, self._tokens
             )
@@ -258,9 +272,40 @@ def _padded(ids: Sequence[Row], base: Sequence[Row]) -> tuple[Integers, Integers
     return all_ids, all_base, counts
 
 
+def _live(tables: list[Table]) -> tuple[Integers, Integers, Integers]:
+    """The blocks that `tables` hold, as `_padded` gives them."""
+    live = [table.live() for table in tables]
+    ids = [[table.blocks[i] for i in indices] for table, indices in zip(tables, live, strict=True)]
+    return _padded(ids, [np.array(indices) * tables[0].pool.block_size for indices in live])
+
+
+def _updated(tables: list[Table], previous: Grid | None) -> tuple[Integers, Integers, Integers] | None:
+    """The same, where `previous` is of these tables, each from its start: only rows that have changed are made anew."""
+    if previous is None or not previous.from_start or len(previous.key) != len(tables):
+        return None
+    if any(table is not key[0] for table, key in zip(tables, previous.key, strict=True)):
+        return None
+    changed = [row for row, table in enumerate(tables) if table.version != previous.key[row][1]]
+    ids, base, counts = previous.rows
+    counts = counts.copy()
+    counts[changed] = [len(tables[row].blocks) for row in changed]
+    width = int(counts.max())
+    kept = min(width, ids.shape[1])
+    more = ((0, 0), (0, width - kept))
+    ids = np.pad(ids[:, :kept], more, "edge")
+    base = np.pad(base[:, :kept], more, constant_values=NOWHERE)
+    for row in changed:
+        blocks, count = tables[row].blocks, counts[row]
+        ids[row, :count], ids[row, count:] = blocks, blocks[-1]
+        base[row, :count], base[row, count:] = np.arange(count) * previous.block_size, NOWHERE
+    return ids, base, counts
+
+
 def make_grid(tables: list[Table], lengths: list[int], previous: Grid | None) -> Grid:
     """The grid of `tables`; `previous` if they still hold the same blocks."""
-    return previous if previous is not None and previous.key == _key(tables, lengths) else Grid.of(tables, lengths)
+    if previous is not None and previous.key == _key(tables, lengths):
+        return previous
+    return Grid.of(tables, lengths, previous)
 
 
 def _key(tables: list[Table], lengths: list[int]) -> Key:

@@ -7,21 +7,19 @@ serves every step with these shapes (`GroupShape`). The number of rows is rounde
 pool with an MLX operation, cannot be compiled, and gets Untraceable.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NoReturn
 
 import mlx.core as mx
 
 from .attention.turns import UNIT
-from .pairs import slot_positions
+from .pairs import NOWHERE, slot_positions
 from .step import GroupStep, Step
 from .work import Kernel, Shape, Work
 
-# The kernels whose works the layers of a group ask for.
-Keys = list[Kernel]
-# The ids and base of `Grid.wide`, and the tables of works.
-Inputs = tuple[mx.array, mx.array, list[mx.array]]
+# `Grid.wide_ids` if they are asked for, `Grid.wide_base` unless it follows from positions, and the tables of works.
+Inputs = tuple[list[mx.array], list[mx.array], list[mx.array]]
 
 
 class Untraceable(Exception):
@@ -29,14 +27,22 @@ class Untraceable(Exception):
 
 
 class KeyAdded(Untraceable):
-    """A layer requests a work list that was not requested before; it is available the next time."""
+    """A layer requests what was not requested before; it is available the next time."""
+
+
+@dataclass
+class Keys:
+    """What the layers of a group ask for: work for these kernels, and whether they ask where blocks lie."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    ids: bool = False
 
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What of one group's part of a step a compiled function depends on."""
+    """What of one group's part of a step a compiled function depends on; `blocks` is [rows, blocks of the longest]."""
 
-    blocks: tuple[int, ...]
+    blocks: tuple[int, int]
     works: tuple[Shape, ...]
     end: int
 
@@ -44,24 +50,39 @@ class GroupShape:
 class TracedGrid:
     """Stands for a `Grid`, for what kernels and masks need of it."""
 
-    def __init__(self, inputs: Inputs, shape: GroupShape, keys: Keys, block_size: int) -> None:
-        self.ids, self.base, tables = inputs
-        self.block_size, self._keys = block_size, keys
+    def __init__(self, inputs: Inputs, shape: GroupShape, keys: Keys, block_size: int, positions: mx.array) -> None:
+        self._ids, self._base, tables = inputs
+        self.block_size, self._blocks, self._keys, self._positions = block_size, shape.blocks, keys, positions
         self._works = [Work(table, work) for table, work in zip(tables, shape.works, strict=True)]
 
     @property
     def slots(self) -> int:
-        return self.ids.shape[1] * self.block_size
+        return self._blocks[1] * self.block_size
+
+    @property
+    def ids(self) -> mx.array:
+        if not self._ids:
+            self._keys.ids = True
+            raise KeyAdded
+        return self._ids[0]
+
+    @cached_property
+    def base(self) -> mx.array:
+        if self._base:
+            return self._base[0]
+        # All rows begin at position 0.
+        starts = mx.arange(0, self.slots, self.block_size)
+        return mx.where(starts <= self._positions[:, None], starts, NOWHERE)
 
     @cached_property
     def all_positions(self) -> mx.array:
-        return slot_positions(self.base, self.block_size).reshape(self.base.shape[0], -1)
+        return slot_positions(self.base, self.block_size).reshape(self._blocks[0], -1)
 
     def work(self, kernel: Kernel, rows: int | None = None) -> Work:
-        if kernel not in self._keys:
-            self._keys.append(kernel)
+        if kernel not in self._keys.kernels:
+            self._keys.kernels.append(kernel)
             raise KeyAdded
-        return self._works[self._keys.index(kernel)]
+        return self._works[self._keys.kernels.index(kernel)]
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Untraceable(f"a layer needs the {name} of a step")
@@ -75,7 +96,7 @@ class TracedGroup(GroupStep):
         super().__init__(group.tables + group.tables[-1:] * padding, [], group.counts + [1] * padding, None)
         self.repeated = group.repeated
         self.alone, self.positions, self._end = False, positions, shape.end
-        self.grid = TracedGrid(inputs, shape, keys, self.block_size)  # type: ignore[assignment]
+        self.grid = TracedGrid(inputs, shape, keys, self.block_size, positions)  # type: ignore[assignment]
 
     @property
     def end(self) -> int:
@@ -105,7 +126,9 @@ class TracedStep(Step):
 
 def inputs_of(group: GroupStep, keys: Keys, rows: int) -> tuple[Inputs, GroupShape]:
     """What a compiled function of `rows` rows is given of a group, and what of that decides which function it is."""
-    ids, base = group.grid.wide(rows)
-    works = [group.grid.work(key, rows) for key in keys]
-    shape = GroupShape(ids.shape, tuple(work.shape for work in works), -(-group.end // UNIT) * UNIT)
+    grid = group.grid
+    ids = [grid.wide_ids(rows)] if keys.ids else []
+    base = [] if grid.from_start else [grid.wide_base(rows)]
+    works = [grid.work(kernel, rows) for kernel in keys.kernels]
+    shape = GroupShape((rows, grid.width), tuple(work.shape for work in works), -(-group.end // UNIT) * UNIT)
     return (ids, base, [work.table for work in works]), shape

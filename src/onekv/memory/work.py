@@ -97,6 +97,9 @@ def find_segments(ids: Integers, counts: Integers, least: int, shareable: Intege
 
     Only the first `shareable` blocks of a row may be in a segment with others; without it, all may.
     """
+    if len(np.unique(ids[:, 0])) == len(ids):
+        # No two rows begin with the same block.
+        return [Segment([row], 0, int(count)) for row, count in enumerate(counts)]
     found: list[Segment] = []
     ends = counts if shareable is None else shareable
 

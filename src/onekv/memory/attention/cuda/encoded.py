@@ -194,8 +194,8 @@ def _numbers(stored: KVLayer) -> list[mx.array]:
 
 def encoded_store(arrays: LayerArrays, stored: KVLayer, new: Pair, slots: mx.array, lengths: mx.array) -> mx.array:
     """Like `plain.cuda_store`: `new` keys and values are encoded, for positions `lengths`."""
-    heads, count = arrays.all[0].shape[:2]
-    constants: Constants = (("H", heads), ("SLOTS", count), *_codes(stored))
+    heads = arrays.all[0].shape[0]
+    constants: Constants = (("H", heads), *_codes(stored))
     out: mx.array = _store_kernel(stored.dtype, constants)(
         inputs=[*_planes(arrays), *(array.astype(stored.dtype) for array in new), slots, lengths, *_numbers(stored)],
         grid=(len(lengths) * 32, heads, 1),
@@ -223,7 +223,7 @@ def encoded_decode(
 
     A centred layer needs the `turns.starts` of all positions.
     """
-    heads, slots = arrays.all[0].shape[:2]
+    heads = arrays.all[0].shape[0]
     rows, query_heads = queries.shape[:2]
     shared, dtype = query_heads // heads, stored.dtype
     fit = _tile(stored) // shared
@@ -232,7 +232,6 @@ def encoded_decode(
         ("H", heads),
         ("G", shared),
         ("BS", grid.block_size),
-        ("SLOTS", slots),
         ("SCALE", float(scale)),
         ("WINDOW", reach[0]),
         ("KEEP", reach[1]),

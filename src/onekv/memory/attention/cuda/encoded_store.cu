@@ -5,7 +5,7 @@
   if (slots[row] < 0) return;
   const Codes keys = {reinterpret_cast<const uint8_t*>(k), k_scale, k_bias};
   const Codes values = {reinterpret_cast<const uint8_t*>(v), v_scale, v_bias};
-  const int64_t from = ((int64_t)row * H + head) * 128, own = (int64_t)head * SLOTS + slots[row];
+  const int64_t from = ((int64_t)row * H + head) * 128, own = (int64_t)head * k_shape[1] + slots[row];
   __shared__ float own_centre[128];
   if (CENTRE) centre_at(own_centre, lengths[row], centre + head * 128, rope);
   store<KBITS, KAFFINE>(new_k + from, CENTRE ? own_centre : nullptr, constants, constants + 128, keys, own);

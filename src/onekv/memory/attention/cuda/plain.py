@@ -188,9 +188,9 @@ def cuda_store(
 
     Gives back `lengths`: who uses these instead starts when all is stored.
     """
-    heads, count, k_dim = arrays.k.shape
+    heads, _, k_dim = arrays.k.shape
     dtype = arrays.k.dtype
-    constants: Constants = (("H", heads), ("D", k_dim), ("DV", arrays.v.shape[2]), ("SLOTS", count), *_rope(turn))
+    constants: Constants = (("H", heads), ("D", k_dim), ("DV", arrays.v.shape[2]), *_rope(turn))
     inputs = [
         arrays.k,
         arrays.v,
@@ -238,7 +238,7 @@ def cuda_decode(
     `new` are the keys and values [rows, heads, 1, dim] of those positions, to be stored; None if they are. With `turn`,
     queries and new keys are still to be turned.
     """
-    heads, slots, k_dim = arrays.k.shape
+    heads, _, k_dim = arrays.k.shape
     v_dim, dtype = arrays.v.shape[2], arrays.k.dtype
     rows, query_heads = queries.shape[:2]
     shared = query_heads // heads
@@ -250,7 +250,6 @@ def cuda_decode(
         ("D", k_dim),
         ("DV", v_dim),
         ("BS", grid.block_size),
-        ("SLOTS", slots),
         ("SCALE", float(scale)),
         ("WINDOW", reach[0]),
         ("KEEP", reach[1]),

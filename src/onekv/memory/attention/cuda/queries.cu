@@ -27,7 +27,7 @@
   // Tiles of 16 tokens that any of them reads.
   const auto start_of = [&](unsigned tile) { return base[tile / TILES] + tile % TILES * 16; };
   const auto slot_of = [&](unsigned tile) {
-    return (int64_t)head * SLOTS + (int64_t)ids[tile / TILES] * BS + tile % TILES * 16;
+    return (int64_t)head * k_shape[1] + (int64_t)ids[tile / TILES] * BS + tile % TILES * 16;
   };
   const auto following = [&](int tile) {
     for (tile += lanes; tile < tiles; tile += lanes) {

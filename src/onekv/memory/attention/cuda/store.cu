@@ -3,7 +3,7 @@
   const int row = blockIdx.x, head = blockIdx.y;
   if (head == 0 && threadIdx.x == 0) stored[row] = lengths[row];
   if (slots[row] < 0) return;
-  const int64_t from = (int64_t)row * H + head, to = (int64_t)head * SLOTS + slots[row];
+  const int64_t from = (int64_t)row * H + head, to = (int64_t)head * k_shape[1] + slots[row];
   uint4* key = reinterpret_cast<uint4*>(const_cast<T*>(k) + to * D);
   uint4* value = reinterpret_cast<uint4*>(const_cast<T*>(v) + to * DV);
   for (int i = threadIdx.x; i < D / 8; i += 32) key[i] = turned(new_k + from * D, i * 8, turns + row * ROPE);

@@ -19,7 +19,7 @@
     while (block > 0 && base[block] > latest) block--;
     const int at = latest - base[block];
     if (warp == 0 && at >= 0 && at < BS) {
-      const int64_t own = (int64_t)head * SLOTS + (int64_t)ids[block] * BS + at, from = (int64_t)rows[0] * H + head;
+      const int64_t own = (int64_t)head * k_shape[1] + (int64_t)ids[block] * BS + at, from = (int64_t)rows[0] * H + head;
       if (lane < D / 8)
         reinterpret_cast<uint4*>(keys + own * D)[lane] = turned(new_k + from * D, lane * 8, turns + rows[0] * ROPE);
       if (lane < DV / 8)
@@ -37,8 +37,8 @@
   // As much as two warps hand to two others in the end.
   constexpr int HANDED = HV * 32 + 4, HANDED_WORDS = 2 * HANDED * 32 / 4;
   __shared__ __align__(16) uint4 staged[STAGES * WORDS > HANDED_WORDS ? STAGES * WORDS : HANDED_WORDS];
-  const T* own_keys = keys + (int64_t)head * SLOTS * D + threadIdx.x * 8;
-  const T* own_values = values + (int64_t)head * SLOTS * DV + threadIdx.x * 8;
+  const T* own_keys = keys + (int64_t)head * k_shape[1] * D + threadIdx.x * 8;
+  const T* own_values = values + (int64_t)head * k_shape[1] * DV + threadIdx.x * 8;
   // A stage may begin in one block and end in another, if it is not IN_ONE. What is behind the last tile is that tile
   // again: it is not seen.
   constexpr bool IN_ONE = TILES % N == 0;
