@@ -15,9 +15,13 @@ from examining import KERNELS_OFF, clean, examine, found
 from onekv.config import Settings
 from onekv.doctor import choices, exactness, flat, model, serving
 from onekv.doctor.base import Case, Finding, Status, switch
+from onekv.doctor.bounds import bounds
 from onekv.memory.attention import chunk, layer, paged
 from onekv.memory.attention import loops as attention_loops
 from onekv.memory.attention.numba import encoded
+from onekv.memory.formats import parse
+from onekv.memory.layout.reader import read_layout
+from onekv.memory.layout.stored import encoded as encoded_as
 from onekv.memory.plan.device import Device
 
 FULL = "full attention"
@@ -217,3 +221,17 @@ def test_processes_compare_as_this_one_does(monkeypatch: pytest.MonkeyPatch) -> 
     assert [exactness.workers(count) for count in (1, 100)] == [0, exactness.MOST_WORKERS]
     monkeypatch.setattr(exactness, "read_device", lambda: Device("a GPU", 8 * 2**30, 7 * 2**30))
     assert exactness.workers(100) == 3
+
+
+@pytest.mark.parametrize("format", ["q4", "tq3", "tq2"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bounds_tell_rounding_from_another_row(dtype: str, format: str) -> None:
+    """On every device; encoded formats in half precision are compared on a GPU alone."""
+    small = exactness.small_model("sliding window")
+    small.set_dtype(exactness.DTYPES[dtype])
+    layout = encoded_as(read_layout(small), parse(format), 0)
+    expected = exactness._expected(small, layout)
+    logits = exactness.try_backend(small, layout, exactness.Stock, False).logits
+    for device in ("cpu", "cuda"):
+        limit = bounds(dtype, False, device).memory
+        assert exactness._apart(logits, expected) < limit < exactness._apart(logits[::-1], expected) / 2

@@ -33,6 +33,7 @@ TABLES += [
     (H200, "| | prefill tokens/s | mlx-lm |", ["h200-decode-2026-11-18"]),
     (H200, "| | decode tokens/s | apart |", ["h200-shared-16-2026-11-18", "h200-shared-32-2026-11-18"]),
 ]
+TABLES += [("benchmarks/h200-2026-11-19.md", "| right | 2 proposed |", ["h200-speculate-2026-11-19"])]
 # Sentences that are about a file, by how they begin.
 SENTENCES = [
     ("docs/speculation.md", "answer copies are generated", ["cpu-speculate-2026-11-18"]),
