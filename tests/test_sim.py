@@ -17,6 +17,7 @@ from random import Random
 import pytest
 
 import mutations
+from onekv.sim import command
 from onekv.sim.command import replay, save
 from onekv.sim.config import make_config
 from onekv.sim.coverage import TOPICS, table
@@ -155,6 +156,18 @@ def test_interrupted_it_leaves_nothing(tmp_path, processes):
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert not worlds()
+
+
+def test_interrupted_it_says_what_was_reached(monkeypatch, capsys):
+    def outcomes(*given):
+        yield run_seed(5, 40)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_outcomes", outcomes)
+    with pytest.raises(KeyboardInterrupt):
+        command.simulate(5, 10, 40, None, 1)
+    out = capsys.readouterr().out
+    assert "steps over 1 seeds" in out and "prefilling -> running" in out
 
 
 @pytest.mark.parametrize("becomes", ["nothing", "a failure"])

@@ -45,7 +45,7 @@ def test_what_urls_mean():
         ("valkey://cache?ttl=week", "ttl='week'; write a time like 7d"),
         ("valkey://cache?ttl=0s", "ttl='0s'"),
         ("valkey://cache/1?cluster=on", "only has database 0"),
-        ("valkey://cache?cluster=maybe", "cluster='maybe'; it must be on or off"),
+        ("valkey://cache?cluster=maybe", "cluster is 'maybe'; it must be on or off"),
         ("s3://bucket?ttl=7d", "lifecycle rules"),
         ("s3://bucket?cluster=on", "takes timeout"),
         ("file://folder", "file:///shared/folder"),

@@ -50,23 +50,35 @@ def simulate(seed: int, seeds: int, steps: int, seconds: float | None, processes
         tempfile.TemporaryDirectory(prefix=f"onekv-sim-{os.getpid()}-", dir=memory_folder()) as folder,
         tqdm(total=seeds * steps, unit="step", unit_scale=True, disable=None) as bar,
     ):
-        for outcome in _outcomes(range(seed, seed + seeds), steps, processes, folder):
-            counts += outcome.counts + outcome.struck
-            turns, done = turns + outcome.turns, done + 1
-            bar.update(outcome.turns)
-            if bar.disable and time.monotonic() > told + TELL:
-                # No terminal to draw a bar on.
-                told = time.monotonic()
-                print(f"{turns:,} steps, {done:,} seeds, {turns / (told - begun):,.0f} steps per second", flush=True)
-            if outcome.problem is not None:
-                return outcome
-            if seconds is not None and time.monotonic() - begun > seconds:
-                break
-    took = time.monotonic() - begun
-    print(table(counts))
-    rate = turns / max(took, 1e-9)
-    print(f"\n{turns:,} steps over {done:,} seeds in {took:.0f} s ({rate:,.0f} per second): no violation")
+        try:
+            for outcome in _outcomes(range(seed, seed + seeds), steps, processes, folder):
+                counts += outcome.counts + outcome.struck
+                turns, done = turns + outcome.turns, done + 1
+                bar.update(outcome.turns)
+                if bar.disable and time.monotonic() > told + TELL:
+                    # No terminal to draw a bar on.
+                    told = time.monotonic()
+                    print(
+                        f"{turns:,} steps, {done:,} seeds, {turns / (told - begun):,.0f} steps per second", flush=True
+                    )
+                if outcome.problem is not None:
+                    return outcome
+                if seconds is not None and time.monotonic() - begun > seconds:
+                    break
+        except KeyboardInterrupt:
+            bar.close()
+            _summarize(counts, turns, done, time.monotonic() - begun)
+            raise
+    _summarize(counts, turns, done, time.monotonic() - begun)
     return None
+
+
+def _summarize(counts: Counter[str], turns: int, seeds: int, seconds: float) -> None:
+    print(table(counts))
+    rate = turns / max(seconds, 1e-9)
+    print(
+        f"\n{turns:,} steps over {seeds:,} seeds in {seconds:.0f} s ({rate:,.0f} per second): no violation", flush=True
+    )
 
 
 def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator[Outcome]:

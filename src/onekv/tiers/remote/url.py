@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from ...config import on_or_off
 from ...errors import SettingError
 
 EXAMPLES = "valkey://HOST:6379/0?ttl=7d, s3://BUCKET/PREFIX or file:///shared/folder"
@@ -19,7 +20,6 @@ SCHEMES = {
     "file": ("file", False),
 }
 _OPTIONS = {"valkey": ("ttl", "timeout", "cluster"), "s3": ("timeout",), "file": ("timeout",)}
-_ON, _OFF = ("on", "true", "yes", "1"), ("off", "false", "no", "0")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)")
 
@@ -82,9 +82,7 @@ def parse(text: str, password: str | None = None) -> Place:
         raise SettingError(f"--remote-tier is {shown}, without a host or bucket; write it like {EXAMPLES}")
     elif kind == "valkey" and not (path or "0").isdigit():
         raise SettingError(f"--remote-tier is {shown}; after the host comes the number of a database, such as /0")
-    said = options.get("cluster", "off").lower()
-    if (cluster := said in _ON) is (said in _OFF):
-        raise SettingError(f"--remote-tier has cluster={said!r}; it must be on or off")
+    cluster = on_or_off(options.get("cluster", "off"), "--remote-tier: cluster")
     if cluster and path.strip("0"):
         raise SettingError(f"--remote-tier is {shown}, but a cluster only has database 0")
     return Place(
