@@ -50,7 +50,7 @@ def test_costs_of_larger_steps_fade_towards_those_without_proposals():
     known = costs(r1=1.0, r4=9.0)
     known.fade(1)
     assert 8.9 < known.of(4) < 9.0
-    for _ in range(5000):
+    for _ in range(8000):
         known.fade(1)
     assert known.of(4) == pytest.approx(1.0, abs=0.01)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from ..request import Request
 from .log import Match
-from .pace import ALL, DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, class_of
+from .pace import DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, class_of
 
 log = logging.getLogger("onekv.engine")
 
@@ -55,8 +55,9 @@ class Guess:
     """What is known of one request."""
 
     rates: Rates = field(default_factory=Rates)
-    # Of the proposal in work: its class.
+    # Of the proposal in work: its class; and the classes of those before.
     kind: int = 0
+    tried: set[int] = field(default_factory=set)
     # Its next token is computed alone.
     alone: bool = False
 
@@ -170,7 +171,9 @@ class Speculation:
                 # What was in doubt is not known to be wrong.
                 wrong = right < len(proposal) and not guess.alone
                 guess.rates.learn(guess.kind, right, wrong, OWN)
-                self._rates.learn(guess.kind, right, wrong, ALL)
+                if guess.kind not in guess.tried and right + wrong:
+                    guess.tried.add(guess.kind)
+                    self._rates.began(guess.kind, right / (right + wrong))
 
     def doubt(self, request: Request) -> None:
         """Its next token could not be told for sure: it is computed alone."""

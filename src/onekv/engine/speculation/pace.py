@@ -6,7 +6,11 @@ request and by the length of the match that it came from. Of all tokens proposed
 taken, in the number that gives the most tokens per second; none, if that is best, so a request that cannot be guessed
 costs nothing.
 
-Unused measurements decay towards optimistic values, so that speculation is retried from time to time.
+A request begins with the rates that others had with their first guess of each class, whatever came after it: one that
+copies gets hundreds of tokens right, which says nothing of the next request's text. Its own guesses then decide.
+
+Unused measurements decay towards optimistic values, so that speculation is retried from time to time: rates within an
+answer, costs in many, because text changes and the device does not.
 """
 
 from collections.abc import Iterable
@@ -19,7 +23,7 @@ WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 GAIN = 1.05
 # What a row more costs at the least, as a share of the step, where it was not measured.
 HOPED = 0.02
-# Weight of the newest measurement, and of what fades in a step: of one request or of costs, and of all requests. Those
+# Weight of the newest measurement, and of what fades in a step: of one request, and of all of them and of costs. Those
 # that begin would try in vain what all before them did.
 NEW, FADES, FADES_ALL = 0.25, 0.004, 0.001
 # Matches up to these lengths are of one class, and how likely a token is right at first.
@@ -27,8 +31,8 @@ CLASSES = (5, 11, 1 << 30)
 FIRST = (0.3, 0.55, 0.85, 0.7)
 # The class of what a draft model guesses.
 DRAFTED = len(CLASSES)
-# Weight of one token that was right or wrong: in a request, and in all of them.
-OWN, ALL = 0.2, 0.02
+# Weight of one token that was right or wrong in a request, and of a request's first guess of a class in all of them.
+OWN, ALL = 0.2, 0.1
 
 
 class Costs:
@@ -53,7 +57,7 @@ class Costs:
         base = self._seconds.get(rows)
         for width, seconds in self._seconds.items():
             if base is not None and width > rows and seconds > base:
-                self._seconds[width] = seconds - FADES * (seconds - base)
+                self._seconds[width] = seconds - FADES_ALL * (seconds - base)
 
     def made(self, rows: int) -> bool:
         """Whether there was a step of so many rows."""
@@ -89,6 +93,10 @@ class Rates:
         for hit, times in ((1.0, right), (0.0, wrong)):
             for _ in range(times):
                 self.rates[index] += weight * (hit - self.rates[index])
+
+    def began(self, index: int, share: float) -> None:
+        """Such a share of another request's first guess was right."""
+        self.rates[index] += ALL * (share - self.rates[index])
 
     def fade(self, to: "Rates", weight: float = FADES) -> None:
         for index, rate in enumerate(self.rates):
