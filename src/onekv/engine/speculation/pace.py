@@ -88,11 +88,15 @@ class Rates:
     """How likely a proposed token is right, by class of match."""
 
     rates: list[float] = field(default_factory=lambda: list(FIRST))
+    # Tokens that were right or wrong.
+    seen: list[int] = field(default_factory=lambda: [0] * len(FIRST))
 
     def learn(self, index: int, right: int, wrong: int, weight: float) -> None:
+        """So many tokens were right, then so many wrong. The first ones count more: a third, a fourth, ..., `weight`."""
         for hit, times in ((1.0, right), (0.0, wrong)):
             for _ in range(times):
-                self.rates[index] += weight * (hit - self.rates[index])
+                self.seen[index] += 1
+                self.rates[index] += max(weight, 1 / (2 + self.seen[index])) * (hit - self.rates[index])
 
     def began(self, index: int, share: float) -> None:
         """Such a share of another request's first guess was right."""
