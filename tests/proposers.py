@@ -1,6 +1,6 @@
 """Proposers of which a test knows how right they are, and a pace that verifies all that they say."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,9 +53,9 @@ class Oracle(Told):
         return Match(len(guess), guess) if guess else None
 
 
-def everything(likely: Iterable[tuple[float, int]], rows: int, costs: Any) -> list[int]:
+def everything(likely: Iterable[Sequence[float]], rows: int, costs: Any) -> list[int]:
     """All that is proposed is verified."""
-    return [length for _, length in likely]
+    return [len(chances) for chances in likely]
 
 
 def speculate(engine: Engine, proposer: Proposer | None, always: bool = True) -> Engine:

@@ -8,7 +8,18 @@ import pytest
 
 from onekv.engine import Request, Sampling
 from onekv.engine.sampling import sample
-from onekv.engine.speculation.pace import CLASSES, DRAFTED, FIRST, GAIN, WIDTHS, Costs, Rates, allot, class_of
+from onekv.engine.speculation.pace import (
+    CLASSES,
+    DRAFTED,
+    FIRST,
+    GAIN,
+    WIDTHS,
+    Costs,
+    Rates,
+    allot,
+    class_of,
+    classes_of,
+)
 
 
 def costs(**seconds: float) -> Costs:
@@ -18,6 +29,11 @@ def costs(**seconds: float) -> Costs:
         for _ in range(2):
             known.add(int(rows[1:]), each)
     return known
+
+
+def run(rate: float, length: int) -> list[float]:
+    """A proposal each of whose tokens is right with the same probability, if those before it are."""
+    return [rate**place for place in range(1, length + 1)]
 
 
 def test_the_first_step_of_a_width_is_not_counted():
@@ -50,7 +66,7 @@ def test_costs_of_larger_steps_fade_towards_those_without_proposals():
     known = costs(r1=1.0, r4=9.0)
     known.fade(1)
     assert 8.9 < known.of(4) < 9.0
-    for _ in range(5000):
+    for _ in range(25_000):
         known.fade(1)
     assert known.of(4) == pytest.approx(1.0, abs=0.01)
 
@@ -59,6 +75,27 @@ def test_classes_of_matches():
     assert [class_of(length) for length in (3, 5, 6, 11, 12, 64)] == [0, 0, 1, 1, 2, 2]
     # And one for what a draft model guesses.
     assert len(FIRST) == len(CLASSES) + 1 == DRAFTED + 1
+
+
+def test_a_match_gets_longer_with_every_token_that_is_right():
+    assert classes_of(3, 10) == [0, 0, 0, 1, 1, 1, 1, 1, 1, 2]
+    assert Rates([0.5, 0.8, 0.9, 0.7]).chances([0, 0, 1, 2]) == pytest.approx([0.5, 0.25, 0.2, 0.18])
+    assert Rates().chances([]) == []
+
+
+def test_the_first_tokens_of_a_request_count_more():
+    rates = Rates([0.5] * 4)
+    rates.learn(0, 1, 0, 0.2)
+    assert rates.rates[0] == pytest.approx(0.5 + 0.5 / 3)
+    rates.learn(0, 0, 1, 0.2)
+    assert rates.rates[0] == pytest.approx((0.5 + 0.5 / 3) * 3 / 4)
+
+
+def test_what_wide_steps_cost_is_known_for_many_answers():
+    known = costs(r1=1.0, r8=2.1)
+    for _ in range(1000):
+        known.fade(1)
+    assert known.of(8) > 1.8
 
 
 def test_rates_follow_what_was_right_and_come_back():
@@ -76,27 +113,27 @@ def test_rates_follow_what_was_right_and_come_back():
 
 
 def test_what_cannot_pay_is_not_proposed():
-    assert allot([(0.9, 8)], 1, costs(r1=1.0, r2=2.0, r3=3.0, r4=4.0, r6=6.0, r8=8.0, r9=9.0)) == [0]
-    assert allot([(0.0, 8)], 1, costs(r1=1.0)) == [0]
+    assert allot([run(0.9, 8)], 1, costs(r1=1.0, r2=2.0, r3=3.0, r4=4.0, r6=6.0, r8=8.0, r9=9.0)) == [0]
+    assert allot([run(0.0, 8)], 1, costs(r1=1.0)) == [0]
     assert allot([], 3, Costs()) == []
 
 
 def test_what_costs_nothing_is_proposed_whole():
     free = costs(r1=1.0, r16=1.0)
-    assert allot([(0.9, 15)], 1, free) == [15]
+    assert allot([run(0.9, 15)], 1, free) == [15]
     # A token that is right once in a hundred times is not worth a row.
-    assert allot([(0.01, 15)], 1, costs(r1=1.0, r2=1.02, r16=1.2)) == [0]
+    assert allot([run(0.01, 15)], 1, costs(r1=1.0, r2=1.02, r16=1.2)) == [0]
 
 
 def test_no_step_is_compiled_for_a_number_of_rows_that_is_rare():
     free = costs(r1=1.0, r2=1.0)
-    assert allot([(0.9, 4)], 1, free) == [3]
+    assert allot([run(0.9, 4)], 1, free) == [3]
     free.add(5, 1.0)
-    assert allot([(0.9, 4)], 1, free) == [4]
+    assert allot([run(0.9, 4)], 1, free) == [4]
 
 
 def test_the_likeliest_tokens_of_all_requests_are_taken():
-    counts = allot([(0.9, 6), (0.2, 6), (0.0, 0)], 3, costs(r3=1.0, r6=1.2, r8=2.5, r12=4.0, r16=6.0))
+    counts = allot([run(0.9, 6), run(0.2, 6), []], 3, costs(r3=1.0, r6=1.2, r8=2.5, r12=4.0, r16=6.0))
     assert counts[0] > counts[1]
 
 
@@ -113,7 +150,7 @@ def test_no_other_number_of_rows_gives_more():
             seconds += float(random.random()) * 0.4
             known.add(width, seconds)
             known.add(width, seconds)
-        counts = allot(likely, rows, known)
+        counts = allot([run(*each) for each in likely], rows, known)
 
         def speed(taken: tuple[int, ...] | list[int], likely=likely, rows=rows, known=known) -> float:
             gained = sum(rate**place for (rate, _), n in zip(likely, taken, strict=False) for place in range(1, n + 1))

@@ -10,7 +10,8 @@ Prompts are continued as text, because a small model follows such a pattern but 
     changed JSON      records as JSON, then the same list with another value in the first record
     quoted passage    a passage of a book, then its first sentence in quotes
 
-Those that are free: the beginning of a letter, of an essay and of the book, the last two sampled with a temperature.
+Those that are free: beginnings of texts of several kinds, most of them sampled with a temperature. None asks for a
+copy, but an answer may repeat itself.
 
 Every run has a salt of its own, so that lookup finds only the prompt and the run's own answer. Rows called "again" are
 for a second request with the same prompt and salt, which finds the first one's answer.
@@ -37,6 +38,21 @@ from ..tables import table
 from . import speculate_oracle
 from .decode import about
 from .texts import prose
+
+BEGINNINGS = [
+    ("dialogue", '"Where were you last night?" asked Tom.\n\n"At the harbour," said Anna. "', 0.8),
+    (
+        "instructions",
+        "How to repot a house plant\n\n1. Choose a pot that is a little larger than the old one.\n2. ",
+        0.8,
+    ),
+    ("list", "Things to pack for a week at the sea:\n\n- sun cream\n- a towel for each of us\n- ", 0.8),
+    ("mail", "Subject: Meeting moved to Thursday\n\nHello everyone,\n\nbecause the large room is being painted, ", 0.8),
+    ("code", 'def merge_intervals(intervals):\n    """Merge all overlapping intervals.\n\n    ', 0.0),
+    ("comment", "# The cache is keyed by the hash of the request, not by its address, because\n# ", 1.0),
+    ("review", "I bought these running shoes in March and have worn them almost every day since. ", 1.0),
+    ("recipe", "Lentil soup for four\n\nIngredients: lentils, two carrots, an onion, stock.\n\nFirst, ", 1.0),
+]
 
 
 @dataclass(frozen=True)
@@ -98,6 +114,7 @@ def prompts() -> list[Prompt]:
         Prompt("letter", "free", "Dear Martha,\n\nSince I arrived in the mountains, the weather has been"),
         Prompt("essay", "free", "The history of the printing press begins in", temperature=0.8),
         Prompt("story", "free", " ".join(book[2000:3200].split()), temperature=0.8),
+        *(Prompt(name, "free", text, temperature) for name, text, temperature in BEGINNINGS),
         Prompt("essay, again", "again", "The history of the printing press begins in", 0.8, again=True),
     ]
 

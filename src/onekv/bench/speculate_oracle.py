@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ class Oracle:
         """Nor does it forget that."""
 
 
-def everything(likely: Iterable[tuple[float, int]], rows: int, costs: Any) -> list[int]:
-    return [length for _, length in likely]
+def everything(likely: Iterable[Sequence[float]], rows: int, costs: Any) -> list[int]:
+    return [len(chances) for chances in likely]
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -167,7 +167,9 @@ class Runner:
         # The device starts while the sampling is built.
         mx.async_eval(logits, self.memory.arrays())
         exact = self.compiled is not None and self.compiled.exact and len(tokens) <= self.several.exact
-        return Verification(self.draw, None if exact else self.several.tolerance, requests, proposals, logits)
+        tolerance = None if exact else self.several.tolerance
+        # On CPU, a draw from 49,152 tokens takes 1.3 ms, as a row of a model of 135 M parameters does.
+        return Verification(self.draw, tolerance, requests, proposals, logits, costly=self.eager)
 
     def draft(self, requests: list[Request], counts: list[int]) -> list[list[int]]:
         """Guess the next `counts[i]` tokens of request i. No step may be in flight; there is room for them."""

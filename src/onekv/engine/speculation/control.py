@@ -11,14 +11,14 @@ back.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..request import Request
 from .log import Match
-from .pace import ALL, DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, class_of
+from .pace import DRAFTED, FADES_ALL, OWN, Costs, Rates, allot, classes_of
 
 log = logging.getLogger("onekv.engine")
 
@@ -55,15 +55,16 @@ class Guess:
     """What is known of one request."""
 
     rates: Rates = field(default_factory=Rates)
-    # Of the proposal in work: its class.
-    kind: int = 0
+    # Of the tokens proposed last: the class of each; and the classes of all before.
+    classes: list[int] = field(default_factory=list)
+    tried: set[int] = field(default_factory=set)
     # Its next token is computed alone.
     alone: bool = False
 
 
-# How many tokens to verify of each request's proposal (how likely one is right, how many there are), where a step
+# How many tokens to verify of each request's proposal (how likely each is right with all before it), where a step
 # without any has so many rows.
-Allot = Callable[[Iterable[tuple[float, int]], int, Costs], list[int]]
+Allot = Callable[[Iterable[Sequence[float]], int, Costs], list[int]]
 
 
 class Proposals(NamedTuple):
@@ -95,13 +96,13 @@ class Speculation:
         """
         limits = [self._limit(request) for request in requests]
         found = [self._find(request, limit) for request, limit in zip(requests, limits, strict=True)]
-        kinds = [class_of(some.length) if some else DRAFTED for some in found]
-        counts = self._allot(requests, kinds, [len(some.tokens) if some else 0 for some in found], self._found)
+        classes = [classes_of(some.length, len(some.tokens)) if some else [] for some in found]
+        counts = self._allot(requests, classes, self._found)
         if any(counts):
             tokens = [some.tokens[:count] if some else [] for some, count in zip(found, counts, strict=True)]
             return Proposals(tokens, [0] * len(requests))
         if self._drafts:
-            counts = self._allot(requests, [DRAFTED] * len(requests), limits, self._drafted)
+            counts = self._allot(requests, [[DRAFTED] * limit for limit in limits], self._drafted)
             if any(counts):
                 return Proposals([[] for _ in requests], counts)
         return None
@@ -130,15 +131,15 @@ class Speculation:
             log.exception("the proposer failed and is no longer used; answers continue without its guesses")
             self.proposer, self.failed = None, f"the proposer failed: {error!r}"
 
-    def _allot(self, requests: list[Request], kinds: list[int], lengths: list[int], costs: Costs) -> list[int]:
-        """How many tokens of each proposal to verify, where they are of these kinds and lengths."""
-        if not any(lengths):
+    def _allot(self, requests: list[Request], classes: list[list[int]], costs: Costs) -> list[int]:
+        """How many tokens of each proposal to verify, where they are of these classes."""
+        if not any(classes):
             return [0] * len(requests)
         likely = []
-        for request, kind, length in zip(requests, kinds, lengths, strict=True):
+        for request, some in zip(requests, classes, strict=True):
             guess = self._guess(request)
-            guess.kind = kind
-            likely.append((guess.rates.rates[kind], length))
+            guess.classes = some
+            likely.append(guess.rates.chances(some))
         return self.allot(likely, len(requests), costs)
 
     def _guess(self, request: Request) -> Guess:
@@ -168,9 +169,17 @@ class Speculation:
                 guess.alone = False
             elif guess is not None:
                 # What was in doubt is not known to be wrong.
-                wrong = right < len(proposal) and not guess.alone
-                guess.rates.learn(guess.kind, right, wrong, OWN)
-                self._rates.learn(guess.kind, right, wrong, ALL)
+                self._learn(guess, right, right < len(proposal) and not guess.alone)
+
+    def _learn(self, guess: Guess, right: int, wrong: bool) -> None:
+        """So many tokens of a request's proposal were right, and then one `wrong`, if any."""
+        known = guess.classes[: right + wrong]
+        for index in dict.fromkeys(known):
+            count, missed = known.count(index), int(wrong and index == known[-1])
+            guess.rates.learn(index, count - missed, missed, OWN)
+            if index not in guess.tried:
+                guess.tried.add(index)
+                self._rates.began(index, 1 - missed / count)
 
     def doubt(self, request: Request) -> None:
         """Its next token could not be told for sure: it is computed alone."""

@@ -13,7 +13,8 @@ is rolled back, and the request's next step is of one token. If a step gives exa
 there is no tolerance, and no doubt.
 
 Rows of requests whose rules depend on earlier tokens are sampled in waves, one token of each, because a constraint or a
-penalty must be given a token before the next one is sampled. Those of all others are sampled at once.
+penalty must be given a token before the next one is sampled. So are rows that are drawn at random where that takes as
+long as computing them (`costly`): behind a wrong guess, nothing is drawn. Those of all others are sampled at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,13 +70,16 @@ class Verification:
         requests: list[Request],
         proposals: list[list[int]],
         logits: mx.array,
+        costly: bool = False,
     ) -> None:
         """`logits` [rows, vocabulary] are those of each request after each other, one row more than its proposal.
 
-        They may be so far from those of one token at a time as `tolerance` says; None: they are the same.
+        They may be so far from those of one token at a time as `tolerance` says; None: they are the same. `costly`: to
+        draw from a row at random takes about as long as to compute it.
         """
         self._draw, self._tolerance = draw, tolerance
         self._requests, self._proposals, self._logits = requests, proposals, logits
+        self._in_turn = [r.looks_back or (costly and r.sampling.temperature > 0) for r in requests]
         self._before = [len(request.tokens) for request in requests]
         # How many tokens of each proposal were what was drawn.
         self._right = [0] * len(requests)
@@ -110,7 +114,7 @@ class Verification:
 
     def _span(self, index: int, at: int) -> range:
         """Which of a request's rows are drawn now."""
-        end = at + 1 if self._requests[index].looks_back else 1 + len(self._proposals[index])
+        end = at + 1 if self._in_turn[index] else 1 + len(self._proposals[index])
         return range(at, end)
 
     def _take(self, some: list[int], spans: list[range]) -> Drawn:
