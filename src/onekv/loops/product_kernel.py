@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -39,6 +39,8 @@ PLAIN = 0
 # Rows of weights that are asked of memory ahead. Processors foresee float32 by themselves, but not fewer bytes at a
 # time: without this, 8 bits were read from memory at two thirds of the speed.
 AHEAD = 8
+# Columns that are multiplied with eight rows at a time: as many as there are registers for their sums.
+COLUMNS = 3 if binding.get_host_cpu_features().get("avx512f") else 2
 
 FLOAT, HALF, BYTE, SHORT, WORD, LONG = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -222,7 +224,7 @@ def _emit_tile(emit: _Emit, weights: _Weights, x: Any, out: Any, size: tuple[int
 
 def _columns(bits: int) -> Any:
     """Numba's function for all rows and the columns from `start` to `end`."""
-    one, two, four, eight = _tile(bits, 1, 4), _tile(bits, 2, 4), _tile(bits, 4, 2), _tile(bits, 8, 2)
+    one, two, four, eight = _tile(bits, 1, 4), _tile(bits, 2, 4), _tile(bits, 4, 2), _tile(bits, 8, COLUMNS)
 
     @compiled
     def columns(
@@ -232,7 +234,7 @@ def _columns(bits: int) -> Any:
         while row < rows:
             left = rows - row
             if left > 4:
-                for column in range(start, end, 2):
+                for column in range(start, end, COLUMNS):
                     eight(x, weight, scales, biases, shift, out, row, column, end)
                 row += 8
             elif left > 2:

@@ -27,7 +27,7 @@ COMPILING = "onekv: compiling attention over plain KV for this processor; this i
 # Tokens that rows must begin with to read them together; 0: never.
 LEAST = 64
 # Tokens of a piece of work: few enough for all threads to get about as many.
-PIECE = 256
+PIECE = 512
 # Tokens of a head that are worth another thread.
 WORTH = 1024
 # bfloat16, which NumPy has not, comes as uint16. The numbers are those of `plain_kernel`.
@@ -123,7 +123,7 @@ def plain_decode(
     if new_keys is not None and new_values is not None:
         new = (_bytes(new_keys), _bytes(new_values))
     stores = (*new, *grid.numbers, grid.block_size, _bytes(k).reshape(-1), _bytes(v).reshape(-1))
-    inputs = (heads, queries, float(scale), sinks if sinks is not None else NOTHING)
+    inputs = (heads, np.ascontiguousarray(queries), float(scale), sinks if sinks is not None else NOTHING)
     out = np.empty((*queries.shape[:2], v.shape[2]), np.float32)
     # Of numba's threads no more than have something to do: it waits for all of them, even where they must wait for a
     # core. What is compiled cannot set this itself, or it would not be kept.
@@ -161,7 +161,7 @@ def _work(grid: Grid, heads: int, group: int, positions: Array, reach: tuple[int
 
 
 def _make(grid: Grid, segments: list[Segment], heads: int, group: int, threads: int) -> Work:
-    from .plain_kernel import LANES
+    from .plain_kernel import HALF
 
     ids, base = grid.numbers
     counts = (base < NOWHERE).sum(axis=1)
@@ -185,7 +185,9 @@ def _make(grid: Grid, segments: list[Segment], heads: int, group: int, threads: 
             for i, reader in enumerate(segment.rows):
                 parts[reader].append(number + i)
             number += several
-            costs.append((some.stop - first) * grid.block_size * -(-several * group // LANES))
+            # In vectors, of which the last may be a half. Keys and values of fewer queries are waited for.
+            vectors = max(1, -(-several * group // HALF) / 2)
+            costs.append(int((some.stop - first) * grid.block_size * vectors))
         rows += segment.rows
     # `rows` was not yet complete when the pieces of a segment were made, but where its rows begin it said.
     starts = np.cumsum([0, *map(len, parts)])
