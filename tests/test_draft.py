@@ -57,7 +57,7 @@ def test_answers_are_those_without_a_draft_model(target, seed):
     assert stats.proposed > stats.accepted > 0 if seed == 12 else stats.accepted > 0.8 * stats.proposed > 0
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3"])
 def test_windows_and_latent_attention_of_the_larger_model(name):
     model = build(name)
     draft = small_llama(3, num_hidden_layers=1, intermediate_size=64, num_key_value_heads=2, head_dim=32)

@@ -100,6 +100,8 @@ class KVMemory:
         step = Step(sequences, counts, self._previous, spread)
         self._load_states(sequences)
         self._holder.step, self._holder.writes = step, False
+        for layer in self._layers:
+            layer.attended = None
         before = [list(layer.cache) for layer in self.state_layers]
         try:
             yield self.caches
@@ -186,7 +188,7 @@ class KVMemory:
 
     @property
     def attended(self) -> list[PagedLayer]:
-        """The layers whose last decode step attended over the pool."""
+        """The layers that attended over the pool in the last step."""
         return [layer for layer in self._layers if layer.attended]
 
     @property
@@ -208,8 +210,9 @@ class KVMemory:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether these did all of the attention in the last decode step."""
-        return self.has_kernels and all(layer.attended for layer in self._layers) and not self.writes
+        """Whether these did all of the attention in the last decode step, be it of a draft model alone."""
+        others = any(layer.attended is False for layer in self._layers)
+        return self.has_kernels and bool(self.attended) and not others and not self.writes
 
     @property
     def eager(self) -> bool:

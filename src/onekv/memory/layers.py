@@ -78,8 +78,8 @@ class PagedLayer(Attends):
         self._fetched: Pair | None = None
         self._unwritten: Pair | None = None
         self.direct = False
-        # Whether the last decode step attended over the pool.
-        self.attended = False
+        # Whether the last step attended over the pool; None: it did not call this layer.
+        self.attended: bool | None = None
         self.eager = any(backend.eager for backend in backends)
         self.stores = any(backend.stores for backend in backends)
         # Whether no other backend precedes OneKV's own.
