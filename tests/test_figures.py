@@ -20,10 +20,10 @@ TABLES = [
     ("docs/formats.md", "| format | per token | text |", ["quality-2026-11-18", "quality-code-json-2026-11-18"]),
     ("docs/formats.md", "| format | per token | tokens per GiB |", ["quality-2026-11-15"]),
     ("docs/disk.md", "| | disk cache | compared with |", ["disk-2026-11-15"]),
-    ("benchmarks/README.md", "| | OneKV | mlx-lm | ratio |", ["cpu-decode-2026-11-16", "cpu-reuse-2026-11-15"]),
+    ("benchmarks/README.md", "| | OneKV | mlx-lm | ratio |", ["cpu-decode-2026-11-19", "cpu-reuse-2026-11-15"]),
     ("benchmarks/README.md", "| | with | without |", ["cpu-speculate-2026-11-19"]),
     ("benchmarks/README.md", "| | after a swap | fresh process |", ["swap-2026-11-19"]),
-    ("benchmarks/README.md", "| scenario | | OneKV |", ["bench-all-2026-11-18"]),
+    ("benchmarks/README.md", "| scenario | | OneKV |", ["bench-all-2026-11-19"]),
     ("benchmarks/README.md", "| | ratio |\n", ["beside-commit-2026-11-19"]),
     ("benchmarks/README.md", "\n| | OneKV | mlx_lm.server | ratio |", ["serve-2026-11-15"]),
     ("benchmarks/README.md", "| | OneKV | mlx_lm.server |\n", ["meet-2026-11-19"]),
@@ -38,7 +38,7 @@ TABLES += [("benchmarks/h200-2026-11-19.md", "| right | 2 proposed |", ["h200-sp
 SENTENCES = [
     ("docs/speculation.md", "answer copies are generated", ["cpu-speculate-2026-11-19"]),
     ("benchmarks/README.md", "took 1.93 s, and the short request", ["meet-2026-11-19"]),
-    ("benchmarks/README.md", "In `phases`, MLX's peak was", ["bench-all-2026-11-18"]),
+    ("benchmarks/README.md", "In `phases`, MLX's peak was", ["bench-all-2026-11-19"]),
     ("benchmarks/README.md", "`onekv bench soak --requests 2000 --clients 32` (a small", ["soak-2026-11-15"]),
 ]
 # As it is, KiB, MiB, GiB, MB, per cent.

@@ -121,7 +121,7 @@ def test_no_figure_stands_outside_those_lines():
 
 
 def test_the_decode_rows_of_the_benchmarks_page():
-    for case in recorded("cpu-decode-2026-11-16.json")["results"]:
+    for case in recorded("cpu-decode-2026-11-19.json")["results"]:
         shape = f"{case['batch']} x {case['context']} tokens"
         for kind, digits in (("decode", 1), ("prefill", 0)):
             speed, other = (f"{case[f'{kind}_{side}']:.{digits}f}" for side in ("tokens_per_s", "peer"))
