@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
 
 _BOUNDS = {
     "float32": Bounds(kernel=5e-5, operations=5e-5, compiled=2e-3, memory=3e-4),
-    "bfloat16": Bounds(kernel=1.5e-2, operations=0.15, compiled=0.6, memory=0.3),
+    "bfloat16": Bounds(kernel=1.5e-2, operations=0.15, compiled=0.3, memory=0.3),
     "float16": Bounds(kernel=3e-3, operations=1e-2, compiled=5e-2, memory=5e-2),
 }
 # Where a number is on the edge of two codes, rounding decides which one stands for it in every later step. Measured
