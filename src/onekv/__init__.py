@@ -3,7 +3,7 @@
 import warnings as _warnings
 from typing import TYPE_CHECKING, Any
 
-from .cuda.graphs import set_limits as _set_limits
+from .cuda.graphs import allow_misses as _allow_misses
 from .errors import OneKVError
 from .models.blas import ensure_fast_blas as _ensure_fast_blas
 from .models.build import overwritten_build as _overwritten_build
@@ -28,8 +28,8 @@ __all__ = [
     "__version__",
 ]
 
-# Before anything imports MLX: it reads these limits, and links its matrix products, when it is loaded.
-_set_limits()
+# Before anything imports MLX: it reads its environment, and links its matrix products, when it is loaded.
+_allow_misses()
 for _missing in (_overwritten_build(), _ensure_fast_blas()):
     if _missing is not None:
         _warnings.warn(_missing, stacklevel=2)

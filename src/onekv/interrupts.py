@@ -1,10 +1,14 @@
-"""Deferring Ctrl-C."""
+"""Deferring Ctrl-C, and keeping it from other processes."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from multiprocessing.pool import Pool
 
 # Not empty while the main thread, the only one that Ctrl-C interrupts, is in `uninterrupted`.
 _held: list[bool] = []
@@ -30,3 +34,11 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if waiting and before != signal.SIG_IGN:
         raise KeyboardInterrupt
+
+
+def pool_of(processes: int) -> "Pool":
+    """They are not forked, because MLX has threads. Ctrl-C is for this process, which ends them."""
+    # A command's help does not need it.
+    import multiprocessing
+
+    return multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN))

@@ -12,9 +12,7 @@ bounds.py has the bounds.
 """
 
 import math
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +21,7 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from ..errors import UnsupportedLayerError
+from ..interrupts import pool_of
 from ..memory import attention
 from ..memory.attention import Backend
 from ..memory.attention.decoded import Stock
@@ -130,13 +129,11 @@ def workers(comparisons: int) -> int:
 
 
 def _in_turn(asked: list[Asked], processes: int) -> Iterator[list[Cell] | str]:
-    """The comparisons of each, or why there is nothing to compare with."""
+    """The comparisons of each, or why there is nothing to compare with; by so many processes, or by this one."""
     if not processes:
         yield from map(_found, asked)
         return
-    # Ctrl-C is for this process, which ends the others.
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, ignore) as pool:
+    with pool_of(processes) as pool:
         yield from pool.imap(_found, asked)
 
 

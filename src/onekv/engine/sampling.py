@@ -91,8 +91,8 @@ def sample(logits: mx.array, requests: list[Request], drawn: list[int], toleranc
 def _wants_likeliest(request: Request, drawn: int) -> bool:
     """Whether it gets the likeliest token, and nothing else is asked of its logits."""
     sampling = request.sampling
-    rules = request.looks_back or sampling.logit_bias or sampling.logits_processors or drawn < sampling.min_tokens
-    return sampling.rule.temperature == 0 and sampling.logprobs is None and request.error is None and not rules
+    asked = sampling.logits_processors or sampling.logprobs is not None or _adjusted(request, drawn)
+    return sampling.rule.temperature == 0 and request.error is None and not asked
 
 
 def _find_likeliest(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -166,17 +166,25 @@ def _processed(row: mx.array, request: Request) -> mx.array:
 
 def _adjust(logits: mx.array, requests: list[Request], drawn: list[int]) -> mx.array:
     """Logits after penalties, biases, constraints and stop tokens that come too early; other rows are as they were."""
-    early = [count < request.sampling.min_tokens for request, count in zip(requests, drawn, strict=True)]
-    if not any(early) and not any(r.looks_back or r.sampling.logit_bias for r in requests):
+    if not any(map(_adjusted, requests, drawn)):
         return logits
     vocabulary = logits.shape[-1]
     added = np.zeros((len(requests), vocabulary), np.float32)
     factor = np.ones((len(requests), vocabulary), np.float32)
     for row, request in enumerate(requests):
-        add_rules(request, early[row], added[row], factor[row])
+        add_rules(request, _early(request, drawn[row]), added[row], factor[row])
     scale = mx.array(factor)
     logits = logits.astype(mx.float32)
     return mx.where(logits > 0, logits / scale, logits * scale) + mx.array(added)
+
+
+def _early(request: Request, drawn: int) -> bool:
+    return drawn < request.sampling.min_tokens
+
+
+def _adjusted(request: Request, drawn: int) -> bool:
+    """Whether its rules change its logits."""
+    return request.looks_back or bool(request.sampling.logit_bias) or _early(request, drawn)
 
 
 def add_rules(request: Request, early: bool, added: Numbers, factor: Numbers) -> None:

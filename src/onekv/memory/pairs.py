@@ -66,7 +66,6 @@ class Grid:
         self._tokens: Tokens | None = None
         self._matrices: dict[int, Matrices] = {}
         self._works: dict[tuple[Kernel, int], Work] = {}
-        self._wide: dict[tuple[str, int], mx.array] = {}
         self._turns: dict[tuple[Rope, int], mx.array] = {}
         self._derived: dict[str, Any] = {}
 
@@ -166,17 +165,13 @@ class Grid:
 
     def wide_ids(self, rows: int) -> mx.array:
         """`ids` with more padding: `rows` rows of `width` blocks."""
-        return self._widened("ids", self._ids, rows, mode="edge")
+        return self.derived(f"{rows} rows of ids", lambda grid: mx.array(_wider(grid._ids, rows, grid.width, **_IDS)))
 
     def wide_base(self, rows: int) -> mx.array:
         """`base` with as much padding."""
-        return self._widened("base", self._base, rows, constant_values=NOWHERE)
-
-    def _widened(self, name: str, array: Integers, rows: int, **padding: Any) -> mx.array:
-        if (name, rows) not in self._wide:
-            more = ((0, rows - len(array)), (0, self.width - array.shape[1]))
-            self._wide[name, rows] = mx.array(np.pad(array, more, **padding))
-        return self._wide[name, rows]
+        return self.derived(
+            f"{rows} rows of base", lambda grid: mx.array(_wider(grid._base, rows, grid.width, **_BASE))
+        )
 
     @property
     def ragged(self) -> bool:
@@ -272,6 +267,16 @@ def _padded(ids: Sequence[Row], base: Sequence[Row]) -> tuple[Integers, Integers
     return all_ids, all_base, counts
 
 
+# How rows of a grid are padded: with their last block, at position NOWHERE.
+_IDS: dict[str, Any] = {"mode": "edge"}
+_BASE: dict[str, Any] = {"constant_values": NOWHERE}
+
+
+def _wider(array: Integers, rows: int, width: int, **padding: Any) -> Integers:
+    """A copy with more padding: `rows` rows of `width` blocks."""
+    return np.pad(array, ((0, rows - len(array)), (0, width - array.shape[1])), **padding)
+
+
 def _live(tables: list[Table]) -> tuple[Integers, Integers, Integers]:
     """The blocks that `tables` hold, as `_padded` gives them."""
     live = [table.live() for table in tables]
@@ -290,10 +295,8 @@ def _updated(tables: list[Table], previous: Grid | None) -> tuple[Integers, Inte
     counts = counts.copy()
     counts[changed] = [len(tables[row].blocks) for row in changed]
     width = int(counts.max())
-    kept = min(width, ids.shape[1])
-    more = ((0, 0), (0, width - kept))
-    ids = np.pad(ids[:, :kept], more, "edge")
-    base = np.pad(base[:, :kept], more, constant_values=NOWHERE)
+    ids = _wider(ids[:, :width], len(ids), width, **_IDS)
+    base = _wider(base[:, :width], len(base), width, **_BASE)
     for row in changed:
         blocks, count = tables[row].blocks, counts[row]
         ids[row, :count], ids[row, count:] = blocks, blocks[-1]

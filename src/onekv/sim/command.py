@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import multiprocessing
 import os
 import secrets
 import signal
@@ -19,6 +18,7 @@ from types import FrameType
 from tqdm import tqdm
 
 from ..errors import SettingError
+from ..interrupts import pool_of
 from .config import Config
 from .coverage import table
 from .script import Operation, Outcome, run_script, run_seed, shrink
@@ -91,9 +91,7 @@ def _outcomes(seeds: range, steps: int, processes: int, folder: str) -> Iterator
                     raise KeyboardInterrupt
                 yield outcome
         return
-    # Not forked: MLX has threads.
-    # Interrupting ends the pool, which ends them: they have nothing to say about it.
-    with multiprocessing.get_context("spawn").Pool(processes, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    with pool_of(processes) as pool:
         yield from pool.imap_unordered(_work, [(seed, steps, folder) for seed in seeds], chunksize=1)
 
 
