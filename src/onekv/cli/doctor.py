@@ -61,12 +61,13 @@ def run(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         results.extend(run_checks(case, chosen))
     finally:
         # After Ctrl-C, too: the checks that have ended.
+        left = len(chosen) - len(results)
         if arguments.json == "-":
-            print(as_json(results))
+            print(as_json(results, left))
         elif results:
-            print(as_text(results))
+            print(as_text(results, left))
         if arguments.json not in (None, "-"):
-            Path(arguments.json).write_text(as_json(results) + "\n")
+            Path(arguments.json).write_text(as_json(results, left) + "\n")
     return exit_status(results)
 
 

@@ -14,15 +14,15 @@ from .scrub import Scrubber, variables
 INDENT = "  "
 
 
-def verdict(results: Sequence[Result]) -> str:
-    """`exact, flat; decode 0.90 of what memory allows; 1 warning`."""
+def verdict(results: Sequence[Result], left: int = 0) -> str:
+    """`exact, flat; decode 0.90 of what memory allows; 1 warning`; with checks `left`, it was interrupted."""
     said = []
     for result in results:
         words = result.check.failed if result.status is Status.FAILED else result.check.passed
         if words and result.status is not Status.SKIPPED:
             said.append(words)
     failed = sum(result.status is Status.FAILED for result in results)
-    parts = [", ".join(said)] if said else [] if failed else ["passed"]
+    parts = [", ".join(said)] if said else [] if failed or left else ["passed"]
     shares = [f.value for result in results for f in result.figures if f.name == SHARE and isinstance(f.value, float)]
     parts += [f"decode {share:.2f} of what memory allows" for share in shares]
     warnings = sum(finding.status is Status.WARNING for result in results for finding in result.findings)
@@ -32,6 +32,8 @@ def verdict(results: Sequence[Result]) -> str:
     parts.append(_counted(warnings, "warning", "warnings") if warnings else "no warnings")
     if skipped:
         parts.append(f"{skipped} skipped")
+    if left:
+        parts.append(f"interrupted: {_counted(left, 'check has', 'checks have')} not ended")
     return "; ".join(parts)
 
 
@@ -43,14 +45,14 @@ def exit_status(results: Sequence[Result]) -> int:
     return int(any(result.status is Status.FAILED for result in results))
 
 
-def as_text(results: Sequence[Result]) -> str:
+def as_text(results: Sequence[Result], left: int = 0) -> str:
     """A table of checks, their findings and figures, and the verdict."""
     rows = [[result.check.name, result.status.value, f"{result.seconds:.1f} s"] for result in results]
     parts = [f"onekv doctor {__version__}", table(rows, ["check", "status", "took"])]
     parts += [_details(result) for result in results]
     if found := variables():
         parts.append("\n".join(["variables", *(f"{INDENT}{name}={value}" for name, value in found.items())]))
-    parts.append(f"verdict: {verdict(results)}")
+    parts.append(f"verdict: {verdict(results, left)}")
     return Scrubber()("\n\n".join(parts))
 
 
@@ -83,11 +85,11 @@ def _value(value: float | int | str, unit: str) -> str:
     return number if unit in ("", "share") else f"{number} {unit}"
 
 
-def as_json(results: Sequence[Result]) -> str:
+def as_json(results: Sequence[Result], left: int = 0) -> str:
     """The same as JSON; sizes are in bytes, times in seconds."""
     found: dict[str, Any] = {
         "onekv": __version__,
-        "verdict": verdict(results),
+        "verdict": verdict(results, left),
         "failed": bool(exit_status(results)),
         "variables": variables(),
         "checks": [
