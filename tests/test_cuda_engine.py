@@ -98,7 +98,7 @@ def model_in(dtype):
     return made
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "k8v4"])
+@pytest.mark.parametrize("kv_format", ["auto", "k8v4", "q4", "tq4"])
 def test_several_tokens_in_a_step_are_exactly_those_of_one_at_a_time(kv_format):
     engine = engine_of(model_in(mx.bfloat16), kv_format=kv_format, **SETTINGS)
     assert engine.runner.several.exact == 64

@@ -39,6 +39,25 @@ def test_products_are_those_of_the_layer(cuda, shape, dtype, bias):
     assert error < (0.01 if dtype == mx.bfloat16 else 0.002)
 
 
+GATED_SHAPES = [(2, 4096, 2048), (13, 4096, 28672), (3, 96, 32), (40, 1056, 64)]
+GATED = list(itertools.product(GATED_SHAPES, (False, True), (0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "gate"), few_on_cpu(GATED, 1, lambda case: case[0][1] * case[0][2] <= 2**20), ids=str
+)
+def test_gated_products_are_those_of_both_halves(cuda, shape, bias, gate):
+    rows, k, n = shape
+    layer = layer_of(mx.bfloat16, k, n, bias)
+    x = mx.random.normal((rows, 1, k)).astype(mx.bfloat16)
+    halves = [half.astype(mx.float32) for half in products.multiply(layer, x, (n // 2, n))]
+    expected = nn.silu(halves[gate]) * halves[1 - gate]
+    made = products.gated(layer, x, gate)
+    assert made.shape == (rows, 1, n // 2)
+    # The halves are the same bit for bit: what is made of them in float32 is rounded once.
+    assert mx.allclose(made, expected.astype(mx.bfloat16), rtol=2**-7, atol=1e-30)
+
+
 @pytest.mark.parametrize(("k", "n"), [(1056, 64), (640, 48)])
 def test_a_row_is_the_same_whatever_is_beside_it(cuda, k, n):
     """With any number of rows, and of outputs of a thread block."""
@@ -47,6 +66,9 @@ def test_a_row_is_the_same_whatever_is_beside_it(cuda, k, n):
     alone = mx.concatenate([products.multiply(layer, x[row : row + 1], (16, n))[1] for row in range(64)])
     for rows in (4, 8, 13, 16, 24, 40, 48, 64):
         assert mx.array_equal(products.multiply(layer, x[:rows], (16, n))[1], alone[:rows]), rows
+    gated = mx.concatenate([products.gated(layer, x[row : row + 1], 0) for row in range(64)])
+    for rows in (8, 13, 40, 64):
+        assert mx.array_equal(products.gated(layer, x[:rows], 0), gated[:rows]), rows
 
 
 def test_only_decode_steps_of_few_rows_come_here():

@@ -156,15 +156,18 @@ def test_who_has_all_but_its_last_token_cached_starts_at_once(model):
     assert engine.runner.passes == [[(0, 49)]]
 
 
-def test_who_waits_for_what_another_stores_is_not_stored_beside_it(model):
-    engine = make(model)
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_who_waits_for_what_another_stores_is_not_stored_beside_it(model, kernels):
+    engine = make(model, kernels=kernels)
     common = prompt(80, 1)
     requests = run(engine, [common, [*common, 5], [*common[:70], 6, 7], prompt(81, 2)])
     first, *others = engine.runner.passes
     assert first == [(0, 79), (0, 80)]
     # Of what is common nothing is stored twice.
     assert all(start >= 64 for rows in others for start, _ in rows)
-    assert [request.cached_tokens for request in requests] == [0, 80, 70, 0]
+    # The last block of the one that is waited for is there a step later where steps are not compiled.
+    cached = [0, 80, 70, 0] if engine.runner.compiled is not None else [0, 64, 64, 0]
+    assert [request.cached_tokens for request in requests] == cached
 
 
 def test_rows_that_share_a_prefix_are_read_within_the_planned_workspace(model):

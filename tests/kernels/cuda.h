@@ -34,7 +34,7 @@ inline float __uint_as_float(uint32_t bits) { return bits_as<float>(bits); }
 inline float __int_as_float(uint32_t bits) { return bits_as<float>(bits); }
 
 extern "C" {
-float exp2f(float), sqrtf(float), fabsf(float), rintf(float), fmaxf(float, float), fminf(float, float);
+float exp2f(float), fmaf(float, float, float), expf(float), sqrtf(float), fabsf(float), rintf(float), fmaxf(float, float), fminf(float, float);
 void sincosf(float, float*, float*);
 }
 inline float max(float a, float b) { return fmaxf(a, b); }

@@ -6,9 +6,14 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten
+from mlx_lm.models import activations
+from mlx_lm.models import llama as llama_module
 
 from architectures import build
+from onekv.cuda import products
+from onekv.models import joined
 from onekv.models.joined import Part, join_products
+from onekv.traces import watching
 from stock import small_llama, stock_logits
 
 
@@ -47,6 +52,40 @@ def test_other_models(name):
     expected = stock_logits(model, tokens, 20, 20)
     join_products(model)
     assert mx.abs(stock_logits(model, tokens, 20, 20) - expected).max() < 1e-4
+
+
+def test_while_a_model_is_watched_gate_and_up_are_one_launch(cuda, monkeypatch):
+    monkeypatch.setattr(joined, "on_cuda", lambda: True)
+    launches, stock = [], products._launch
+    monkeypatch.setattr(products, "_launch", lambda *given: launches.append(given) or stock(*given))
+    model = llama()
+    model.set_dtype(mx.bfloat16)
+    join_products(model)
+    tokens = mx.array([[5], [7]])
+    mx.eval(expected := model(tokens))
+    # q, k and v, and gate and up, of each layer: then the latter twice, of which nobody needs the first.
+    assert len(launches) == 2 * 3
+    with watching():
+        found = model(tokens)
+        assert len(launches) == (2 + 3) * 3 and activations.swiglu is not llama_module.swiglu
+    assert mx.abs(found - expected).max() < 0.05 * mx.abs(expected).max()
+    assert activations.swiglu is llama_module.swiglu
+
+
+def test_what_is_not_made_of_both_halves_stays_as_it_is(cuda, monkeypatch):
+    monkeypatch.setattr(joined, "on_cuda", lambda: True)
+    model = llama()
+    model.set_dtype(mx.bfloat16)
+    join_products(model)
+    mlp, x = model.layers[0].mlp, mx.random.normal((2, 1, 64)).astype(mx.bfloat16)
+    with watching():
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x + 1)
+        for one, other in ((gate, up), (gate, gate), (up, gate * 2)):
+            assert mx.array_equal(llama_module.swiglu(one, other), activations.swiglu(one, other))
+        # Whichever is called first.
+        up, gate = mlp.up_proj(x), mlp.gate_proj(x)
+        assert mx.allclose(llama_module.swiglu(gate, up), activations.swiglu(gate, up), rtol=0.02, atol=1e-3)
+        assert mx.allclose(llama_module.swiglu(up, gate), activations.swiglu(up, gate), rtol=0.02, atol=1e-3)
 
 
 def test_a_part_that_is_called_alone_or_with_something_else_is_right():

@@ -1,11 +1,12 @@
   // Sixteen outputs of all rows for each thread block, OUTS times. Its warps share the inputs, 32 at a time; a lane loads
   // 16 bytes. What comes next is loaded before what is there is multiplied, so that memory is never idle. In which order
-  // a number is added up depends on K and WARPS alone: it is the same for any number of rows.
-  constexpr int CHUNKS = K / 32;
+  // a number is added up depends on K and WARPS alone: it is the same for any number of rows. Of a gated product (HALF
+  // outputs of either side), eight of each side are together, and make eight outputs.
+  constexpr int CHUNKS = K / 32, SIDE = HALF ? 8 : 16, APART = HALF ? HALF : 8;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, t = lane & 3, rows = x_shape[0];
-  const T* low = weight + (int64_t)(blockIdx.x * OUTS * 16 + g) * K + t * 8;
-  const T* high = low + 8 * K;
+  const T* low = weight + (int64_t)(blockIdx.x * OUTS * SIDE + g) * K + t * 8;
+  const T* high = low + APART * K;
   const uint4 zero = make_uint4(0, 0, 0, 0);
 
   float acc[OUTS][TILES][4];
@@ -26,7 +27,7 @@
       const bool there = at < K;
       #pragma unroll
       for (int out = 0; out < OUTS; out++) {
-        const int64_t from = (int64_t)out * 16 * K + at;
+        const int64_t from = (int64_t)out * SIDE * K + at;
         batch.a[i][out] = there ? __ldcs(reinterpret_cast<const uint4*>(low + from)) : zero;
         batch.b[i][out] = there ? __ldcs(reinterpret_cast<const uint4*>(high + from)) : zero;
       }
@@ -73,13 +74,21 @@
       #pragma unroll
       for (int i = 0; i < 4; i++) sums[warp][g + i / 2 * 8][tile * 8 + 2 * t + i % 2] = acc[out][tile][i];
     __syncthreads();
-    const int first = (blockIdx.x * OUTS + out) * 16;
-    const Place place = place_of(first);
-    for (int index = threadIdx.x; index < 16 * rows; index += WARPS * 32) {
-      const int n = index % 16, row = index / 16;
-      float sum = BIAS ? float(bias[first + n]) : 0.0f;
+    const int first = (blockIdx.x * OUTS + out) * SIDE;
+    const auto total = [&](int n, int row) {
+      float sum = BIAS ? float(bias[first + (n < 8 ? n : APART + n - 8)]) : 0.0f;
       #pragma unroll
       for (int w = 0; w < WARPS; w++) sum += sums[w][n][row];
-      place.to[(int64_t)row * place.width + place.column + n] = T(sum);
+      return T(sum);
+    };
+    const Place place = place_of(first);
+    for (int index = threadIdx.x; index < SIDE * rows; index += WARPS * 32) {
+      const int n = index % SIDE, row = index / SIDE;
+      T value = total(n, row);
+      if (HALF) {
+        const float other = float(total(n + 8, row)), gate = SECOND ? other : float(value);
+        value = T(gate / (1.0f + expf(-gate)) * (SECOND ? float(value) : other));
+      }
+      place.to[(int64_t)row * place.width + place.column + n] = value;
     }
   }

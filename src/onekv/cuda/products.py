@@ -7,7 +7,8 @@ computes sixteen outputs or a small multiple: its warps share the inputs, multip
 float32, and add up in an order that depends only on the shape of the weights. So the result for a row is bit for bit
 the same whatever other rows there are, if any: several tokens of a sequence in one step give the same results as one at
 a time (docs/speculation.md). If several layers share their input, their outputs are separate (`ends`): whatever uses
-them next would have to copy columns of a joint output.
+them next would have to copy columns of a joint output. If they are gate and up of an MLP, `silu(gate) * up` can be made
+of them in the same launch (`gated`).
 """
 
 from functools import cache
@@ -74,6 +75,17 @@ def way(rows: int, k: int, n: int) -> tuple[int, int]:
 
 def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
     """What `layer` makes of `x` [rows, 1, k], its columns apart where `ends` say."""
+    return _launch(layer, x, ends)
+
+
+def gated(layer: Linear, x: mx.array, gate: int) -> mx.array:
+    """`silu(gate) * up` of `x` [rows, 1, k], where half `gate` (0 or 1) of the columns that `layer` makes is the gate,
+    and the other is `up`."""
+    half = layer.weight.shape[0] // 2
+    return _launch(layer, x, (half,), half, gate)[0]
+
+
+def _launch(layer: Linear, x: mx.array, ends: tuple[int, ...], half: int = 0, gate: int = 0) -> list[mx.array]:
     weight: mx.array = layer.weight
     n, k = weight.shape
     tiles = -(-x.shape[0] // 8)
@@ -85,6 +97,8 @@ def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array
         ("WARPS", WARPS),
         ("BATCH", batch),
         ("BIAS", "bias" in layer),
+        ("HALF", half),
+        ("SECOND", bool(gate)),
     )
     parts: list[mx.array] = _kernel(weight.dtype, constants, ends)(
         inputs=[x, weight, layer.bias if "bias" in layer else weight],

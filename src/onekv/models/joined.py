@@ -5,9 +5,10 @@ tracing the model, so nothing depends on names. Their weights are concatenated b
 `Part` of the joint product: the first one called computes it for all, and the others get their columns. A part that is
 called with a different input computes its own product, so the result is always that of the layer it replaces, up to the
 order of summation. Few rows are multiplied by a kernel if there is one (`cuda.products`), which returns the parts
-separately.
+separately; if a compiled step gives both halves of such a product to mlx-lm's `swiglu`, the kernel makes that, too.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -17,11 +18,15 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
+from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cuda import products
 from ..cuda.source import on_cuda
+from ..traces import Half, notes, replace_while_watched
 from .layers import replace_layers
+
+_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
 
 class Joint:
@@ -45,7 +50,12 @@ class Joint:
 
     def _parts(self, x: mx.array) -> list[mx.array]:
         if self._few is not None and products.fits(self._few, x):
-            return products.multiply(self._few, x, self.bounds[1:])
+            parts = products.multiply(self._few, x, self.bounds[1:])
+            noted = notes()
+            if noted is not None and 2 * self.bounds[1] == self.bounds[-1]:
+                for number, part in enumerate(parts):
+                    noted.add(part, Half(self._few, x, number, parts[1 - number]))
+            return parts
         output = self.linear(x)
         return [output[..., start:end] for start, end in pairwise(self.bounds)]
 
@@ -92,6 +102,15 @@ def join_products(model: Module, kernels: bool = True) -> int:
             _join(parent, some, kernels and on_cuda())
             saved += len(some) - 1
     return saved
+
+
+def _gated(gate: mx.array, x: mx.array) -> mx.array:
+    """In place of `swiglu`: the same in the launch that multiplies, if both are halves of one product."""
+    noted = notes()
+    half = noted.half(gate) if noted is not None else None
+    if half is not None and half.other is x:
+        return products.gated(half.layer, half.x, half.number)
+    return _swiglu(gate, x)
 
 
 def _find(model: Module) -> list[tuple[Module, list[str]]]:
@@ -155,5 +174,8 @@ def _join(parent: Module, names: list[str], kernel: bool) -> None:
             # Not twice for longer than it takes.
             del layer[key]
     made = Joint(joint, ends, kernel)
+    module = sys.modules[type(parent).__module__]
+    if kernel and getattr(module, "swiglu", None) is _swiglu:
+        replace_while_watched(module, "swiglu", _gated)
     for number, name in enumerate(names):
         parent[name] = Part(made, number)

@@ -1,3 +1,5 @@
+// Sums of two products name the one that is rounded (`fmaf`): a compiler would choose, in each kernel for itself, and
+// tokens that are stored or read by different kernels would differ in their last bit.
 struct Codes { const uint8_t* codes; const __half* scale; const __half* bias; };
 
 // Four bytes, each with a pair of codes in its low bits: the numbers [first, first + 8) of a row.
@@ -83,7 +85,7 @@ __device__ inline float reduce_sum(float x) {
 __device__ inline uint32_t turned(float a, float b, uint32_t angle) {
   const __half2 both = *reinterpret_cast<const __half2*>(&angle);
   const float cosine = __low2float(both), sine = __high2float(both);
-  return pack<T>(a * cosine + b * sine, b * cosine - a * sine);
+  return pack<T>(fmaf(a, cosine, b * sine), fmaf(b, cosine, -a * sine));
 }
 
 // What is taken off a key at `position`, by a warp; `rope` has angles, and then the channels of their pairs.
@@ -93,8 +95,8 @@ __device__ inline void centre_at(float* to, int position, const float* centre, c
     sincosf(position * rope[p], &sine, &cosine);
     const float m = centre[p], n = centre[64 + p];
     // The first token of a sequence is stored as it is.
-    to[int(rope[64 + p])] = position ? m * cosine - n * sine : 0.0f;
-    to[int(rope[128 + p])] = position ? m * sine + n * cosine : 0.0f;
+    to[int(rope[64 + p])] = position ? fmaf(m, cosine, -n * sine) : 0.0f;
+    to[int(rope[128 + p])] = position ? fmaf(m, sine, n * cosine) : 0.0f;
   }
   __syncwarp();
 }
@@ -133,7 +135,9 @@ __device__ inline void store(
     bias = zero != 0 ? edge : 0.0f;
     for (int i = 0; i < 4; i++) code[i] = uint32_t(fminf(fmaxf(rintf((x[i] - bias) / scale), 0.0f), COUNT - 1.0f));
   } else {
-    const float norm = sqrtf(reduce_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]));
+    float squares = 0;
+    for (int i = 0; i < 4; i++) squares = fmaf(x[i], x[i], squares);
+    const float norm = sqrtf(reduce_sum(squares));
     const float unit = 11.313708498984761f / fmaxf(norm, 1e-30f);
     float length = 0;
     for (int i = 0; i < 4; i++) {

@@ -42,8 +42,8 @@
           const T* own = q + (((int64_t)rows[member] * H + head) * G + index % G) * 128;
           const float x = float(own[int(channels[pair_of + p])]), y = float(own[int(channels[64 + pair_of + p])]);
           const float m = centre[head * 128 + pair_of + p], n = centre[head * 128 + 64 + pair_of + p];
-          both[2 * p] = x * m + y * n;
-          both[2 * p + 1] = y * m - x * n;
+          both[2 * p] = fmaf(x, m, y * n);
+          both[2 * p + 1] = fmaf(y, m, -x * n);
         }
       pair_factors[i / 256][chunk][lane_of] = make_float4(both[0], both[1], both[2], both[3]);
       if (i >= 256) continue;
@@ -148,7 +148,7 @@
       for (int i = 0; i < 4; i++) {
         const int position = start + j * 8 + 2 * t + (i & 1);
         const bool seen = position <= query[i >> 1] && (position > query[i >> 1] - WINDOW || position < KEEP);
-        float score = s[j][i] * k_scales[i & 1] + total_of[i >> 1] * k_moves[i & 1];
+        float score = fmaf(s[j][i], k_scales[i & 1], total_of[i >> 1] * k_moves[i & 1]);
         if (CENTRE && position) score += centred[j][i];
         s[j][i] = seen ? score * factor : none;
       }

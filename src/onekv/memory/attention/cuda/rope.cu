@@ -15,8 +15,8 @@ __device__ inline uint4 turned(const T* row, int d, const float* angles) {
     #pragma unroll
     for (int i = 0; i < 8; i += 2) {
       const float x = float(numbers[i]), y = float(numbers[i + 1]);
-      numbers[i] = T(x * both[i] - y * both[i + 1]);
-      numbers[i + 1] = T(x * both[i + 1] + y * both[i]);
+      numbers[i] = T(fmaf(x, both[i], -y * both[i + 1]));
+      numbers[i + 1] = T(fmaf(x, both[i + 1], y * both[i]));
     }
     return own;
   }
@@ -29,7 +29,7 @@ __device__ inline uint4 turned(const T* row, int d, const float* angles) {
   #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float sine = second ? sines[i] : -sines[i];
-    numbers[i] = T(float(numbers[i]) * cosines[i] + float(others[i]) * sine);
+    numbers[i] = T(fmaf(float(numbers[i]), cosines[i], float(others[i]) * sine));
   }
   return own;
 }

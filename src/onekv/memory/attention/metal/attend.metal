@@ -82,7 +82,7 @@
       const int offset = inside ? (round * 8 + part) * VECTOR : 0;
       float key[TOKENS][VECTOR];
       #pragma unroll
-      for (int i = 0; i < TOKENS; i++) load_vector(key_rows[i] + offset, key[i]);
+      for (int i = 0; i < TOKENS; i++) load_16_bytes(key_rows[i] + offset, key[i]);
       #pragma unroll
       for (int j = 0; j < QUERIES; j++)
         #pragma unroll

@@ -17,7 +17,7 @@ FUNCTION void unpack(uint32_t word, PRIVATE float* to) {
 }
 
 // 16 bytes of numbers.
-FUNCTION void load_vector(const DEVICE T* from, PRIVATE float* to) {
+FUNCTION void load_16_bytes(const DEVICE T* from, PRIVATE float* to) {
   const uint4 words = *(const DEVICE uint4*)from;
   unpack(words.x, to);
   unpack(words.y, to + VECTOR / 4);
@@ -28,7 +28,7 @@ FUNCTION void load_vector(const DEVICE T* from, PRIVATE float* to) {
 // Four numbers.
 FUNCTION void load_4(const DEVICE T* from, PRIVATE float* to) {
   if (KIND == 0) {
-    load_vector(from, to);
+    load_16_bytes(from, to);
   } else {
     const uint2 words = *(const DEVICE uint2*)from;
     unpack(words.x, to);
