@@ -87,6 +87,24 @@ def test_only_decode_steps_of_few_rows_come_here():
     assert not products.fits(layer, mx.zeros((8, 1, 64)))
 
 
+def test_logits_of_an_embedding_are_the_same_whatever_is_beside_a_row(cuda):
+    """MLX multiplies one row and several in different ways."""
+    stock = nn.Embedding(48, 64)
+    stock.set_dtype(mx.bfloat16)
+    x = mx.random.normal((16, 1, 64)).astype(mx.bfloat16)
+    head = products.few_rows(stock)
+    assert type(head) is products.FewRowsHead
+    alone = mx.concatenate([head.as_linear(x[row : row + 1]) for row in range(16)])
+    assert mx.array_equal(head.as_linear(x), alone)
+    assert mx.allclose(alone, stock.as_linear(x), rtol=0.02, atol=1e-3)
+    # More rows are the embedding's own, as are those of a prompt, and what it embeds.
+    for many in (mx.tile(x, (2, 1, 1)), x.reshape(1, 16, 64)):
+        assert mx.array_equal(head.as_linear(many), stock.as_linear(many))
+    assert mx.array_equal(head(mx.array([[3, 40]])), stock(mx.array([[3, 40]])))
+    # In float32 there is no kernel.
+    assert type(products.few_rows(nn.Embedding(48, 64))) is nn.Embedding
+
+
 def test_layers_are_replaced_with_their_weights_and_names():
     model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 30))
     model.set_dtype(mx.bfloat16)

@@ -151,4 +151,5 @@ inline void load_transposed(uint32_t* to, const void* row, int line = __builtin_
     to[m] = matrix_number(rows, m, 2 * t, g) | uint32_t(matrix_number(rows, m, 2 * t + 1, g)) << 16;
 }
 inline float exp2_approx(float x) { return exp2f(x); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 template <typename X> inline uint32_t pack(float x, float y) { return X(x).bits | uint32_t(X(y).bits) << 16; }

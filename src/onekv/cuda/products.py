@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 from ..traces import notes
@@ -30,6 +31,8 @@ WARPS, BATCH, BATCH_OF_MORE = 8, 4, 2
 OUTS, WIDE, LONG = 2, 16384, 8192
 # Rows that are multiplied by the kernel, and where some are tokens of one sequence; more are cuBLAS's.
 LEAST, MOST, MOST_OF_SEVERAL = 1, 16, 64
+
+Weights = Linear | Embedding
 
 
 class FewRows(Linear):
@@ -46,17 +49,33 @@ class FewRows(Linear):
         return stock
 
 
+class FewRowsHead(Embedding):
+    """An embedding in place of another, with its weights, which also make the logits."""
+
+    def __init__(self, stock: Embedding) -> None:
+        Module.__init__(self)
+        dict.update(self, stock)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        if fits(self, x):
+            return multiply(self, x, (self.weight.shape[0],))[0]
+        stock: mx.array = super().as_linear(x)  # type: ignore[no-untyped-call]
+        return stock
+
+
 def few_rows(layer: Any) -> Any:
     """The layer whose few rows the kernel multiplies; the same if it cannot."""
-    return FewRows(layer) if type(layer) is Linear and supports(layer) else layer
+    if type(layer) is Linear and supports(layer):
+        return FewRows(layer)
+    return FewRowsHead(layer) if type(layer) is Embedding and supports(layer) else layer
 
 
-def supports(layer: Linear, ends: tuple[int, ...] = ()) -> bool:
+def supports(layer: Weights, ends: tuple[int, ...] = ()) -> bool:
     n, k = layer.weight.shape
     return layer.weight.dtype in NAMES and k % 32 == 0 and all(end % 16 == 0 for end in (n, *ends))
 
 
-def fits(layer: Linear, x: mx.array) -> bool:
+def fits(layer: Weights, x: mx.array) -> bool:
     """Whether `x` [rows, 1, k] is a decode step's, and of as many rows as are multiplied here."""
     rows, noted = x.shape[0], notes()
     most = MOST_OF_SEVERAL if noted is not None and noted.alike else MOST
@@ -73,19 +92,19 @@ def way(rows: int, k: int, n: int) -> tuple[int, int]:
     return outs, BATCH_OF_MORE if -(-rows // 8) + 2 * outs <= 10 else 1
 
 
-def multiply(layer: Linear, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
+def multiply(layer: Weights, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
     """What `layer` makes of `x` [rows, 1, k], its columns apart where `ends` say."""
     return _launch(layer, x, ends)
 
 
-def gated(layer: Linear, x: mx.array, gate: int) -> mx.array:
+def gated(layer: Weights, x: mx.array, gate: int) -> mx.array:
     """`silu(gate) * up` of `x` [rows, 1, k], where half `gate` (0 or 1) of the columns that `layer` makes is the gate,
     and the other is `up`."""
     half = layer.weight.shape[0] // 2
     return _launch(layer, x, (half,), half, gate)[0]
 
 
-def _launch(layer: Linear, x: mx.array, ends: tuple[int, ...], half: int = 0, gate: int = 0) -> list[mx.array]:
+def _launch(layer: Weights, x: mx.array, ends: tuple[int, ...], half: int = 0, gate: int = 0) -> list[mx.array]:
     weight: mx.array = layer.weight
     n, k = weight.shape
     tiles = -(-x.shape[0] // 8)

@@ -1,5 +1,3 @@
-// Sums of two products name the one that is rounded (`fmaf`): a compiler would choose, in each kernel for itself, and
-// tokens that are stored or read by different kernels would differ in their last bit.
 struct Codes { const uint8_t* codes; const __half* scale; const __half* bias; };
 
 // Four bytes, each with a pair of codes in its low bits: the numbers [first, first + 8) of a row.

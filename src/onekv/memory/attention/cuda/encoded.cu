@@ -150,7 +150,7 @@
         const bool seen = position <= query[i >> 1] && (position > query[i >> 1] - WINDOW || position < KEEP);
         float score = fmaf(s[j][i], k_scales[i & 1], total_of[i >> 1] * k_moves[i & 1]);
         if (CENTRE && position) score += centred[j][i];
-        s[j][i] = seen ? score * factor : none;
+        s[j][i] = seen ? __fmul_rn(score, factor) : none;
       }
     }
 
@@ -161,20 +161,21 @@
       highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
       highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
       highest = max(highest, top[high]);
-      shrink[high] = top[high] == none ? 0.0f : exp2f(top[high] - highest);
+      shrink[high] = top[high] == none ? 0.0f : exp2_approx(top[high] - highest);
       top[high] = highest;
-      sum[high] *= shrink[high];
-      move[high] *= shrink[high];
+      float added = 0, moved = 0;
       #pragma unroll
       for (int j = 0; j < 2; j++)
         #pragma unroll
         for (int i = 2 * high; i < 2 * high + 2; i++) {
-          const float weight = s[j][i] == none ? 0.0f : exp2f(s[j][i] - highest);
-          sum[high] += weight;
+          const float weight = s[j][i] == none ? 0.0f : exp2_approx(s[j][i] - highest);
+          added += weight;
           // What lies in slots that are not read may be anything.
           s[j][i] = weight == 0.0f ? 0.0f : weight * v_scales[j][i & 1];
-          move[high] += weight == 0.0f ? 0.0f : weight * v_moves[j][i & 1];
+          moved = weight == 0.0f ? moved : fmaf(weight, v_moves[j][i & 1], moved);
         }
+      sum[high] = fmaf(sum[high], shrink[high], added);
+      move[high] = fmaf(move[high], shrink[high], moved);
     }
     if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
       #pragma unroll
@@ -238,10 +239,10 @@
       float highest = none, total = 0, moved = 0, joined = 0;
       for (int w = tile_of; w < 4; w += query_tiles) highest = max(highest, shared_top[w][place_of]);
       for (int w = tile_of; w < 4; w += query_tiles) {
-        const float shrink = shared_top[w][place_of] == none ? 0.0f : exp2f(shared_top[w][place_of] - highest);
-        total += shared_sum[w][place_of] * shrink;
-        moved += shared_move[w][place_of] * shrink;
-        joined += shared_acc[w][place_of][d] * shrink;
+        const float shrink = shared_top[w][place_of] == none ? 0.0f : exp2_approx(shared_top[w][place_of] - highest);
+        total = fmaf(shared_sum[w][place_of], shrink, total);
+        moved = fmaf(shared_move[w][place_of], shrink, moved);
+        joined = fmaf(shared_acc[w][place_of][d], shrink, joined);
       }
       const int64_t place = ((int64_t)(first_part + member) * H + head) * G + index / 64 % G;
       parts[place * 128 + d / 8 * 16 + h * 8 + d % 8] = joined;

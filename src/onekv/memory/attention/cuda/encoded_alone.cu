@@ -16,14 +16,14 @@
       for (int i = range[0]; i < range[1]; i++) {
         const int64_t place = (int64_t)order[i] * H * G + query_head;
         const float top_of = __ldcg(tops + place);
-        const float shrink = top_of == none ? 0.0f : exp2f(top_of - highest);
+        const float shrink = top_of == none ? 0.0f : exp2_approx(top_of - highest);
         const float4 x = __ldcg(reinterpret_cast<const float4*>(parts + place * 128 + d));
-        total += __ldcg(sums + place) * shrink;
-        moved += __ldcg(moves + place) * shrink;
-        result.x += x.x * shrink;
-        result.y += x.y * shrink;
-        result.z += x.z * shrink;
-        result.w += x.w * shrink;
+        total = fmaf(__ldcg(sums + place), shrink, total);
+        moved = fmaf(__ldcg(moves + place), shrink, moved);
+        result.x = fmaf(x.x, shrink, result.x);
+        result.y = fmaf(x.y, shrink, result.y);
+        result.z = fmaf(x.z, shrink, result.z);
+        result.w = fmaf(x.w, shrink, result.w);
       }
       // A row of padding has read nothing.
       if (total == 0.0f) total = 1.0f;

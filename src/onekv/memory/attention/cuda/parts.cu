@@ -25,9 +25,9 @@
       float highest = none, total = 0, joined = 0;
       for (int w = tile_of; w < 4; w += query_tiles) highest = max(highest, shared_top[w][place_of]);
       for (int w = tile_of; w < 4; w += query_tiles) {
-        const float shrink = shared_top[w][place_of] == none ? 0.0f : exp2f(shared_top[w][place_of] - highest);
-        total += shared_sum[w][place_of] * shrink;
-        joined += shared_acc[w][place_of][d] * shrink;
+        const float shrink = shared_top[w][place_of] == none ? 0.0f : exp2_approx(shared_top[w][place_of] - highest);
+        total = fmaf(shared_sum[w][place_of], shrink, total);
+        joined = fmaf(shared_acc[w][place_of][d], shrink, joined);
       }
       const int64_t place = ((int64_t)(first_part + member) * H + head) * G + index / 64 % G;
       parts[place * DV + h * 64 + d] = joined;

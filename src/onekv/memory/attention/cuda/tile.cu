@@ -37,7 +37,7 @@
       for (int i = 0; i < 4; i++) {
         const int position = start + j * 8 + 2 * t + (i & 1);
         const bool seen = position <= query[i >> 1] && (position > query[i >> 1] - WINDOW || position < KEEP);
-        s[j][i] = seen ? (s[j][i] + other[j][i]) * factor : none;
+        s[j][i] = seen ? __fmul_rn(s[j][i] + other[j][i], factor) : none;
       }
     }
   };
@@ -50,16 +50,17 @@
       highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
       highest = max(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
       highest = max(highest, top[high]);
-      shrink[high] = top[high] == none ? 0.0f : exp2f(top[high] - highest);
+      shrink[high] = top[high] == none ? 0.0f : exp2_approx(top[high] - highest);
       top[high] = highest;
-      sum[high] *= shrink[high];
+      float added = 0;
       #pragma unroll
       for (int j = 0; j < 2; j++)
         #pragma unroll
         for (int i = 2 * high; i < 2 * high + 2; i++) {
-          s[j][i] = s[j][i] == none ? 0.0f : exp2f(s[j][i] - highest);
-          sum[high] += s[j][i];
+          s[j][i] = s[j][i] == none ? 0.0f : exp2_approx(s[j][i] - highest);
+          added += s[j][i];
         }
+      sum[high] = fmaf(sum[high], shrink[high], added);
     }
     if (__any_sync(0xffffffffu, shrink[0] != 1.0f || shrink[1] != 1.0f)) {
       #pragma unroll
