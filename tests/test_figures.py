@@ -33,7 +33,13 @@ TABLES += [
     (H200, "| | prefill tokens/s | mlx-lm |", ["h200-decode-2026-11-18"]),
     (H200, "| | decode tokens/s | apart |", ["h200-shared-16-2026-11-18", "h200-shared-32-2026-11-18"]),
 ]
-TABLES += [("benchmarks/h200-2026-11-19.md", "| right | 2 proposed |", ["h200-speculate-2026-11-19"])]
+H200_LATER = "benchmarks/h200-2026-11-19.md"
+TABLES += [
+    (H200_LATER, "h200-decode-2026-11-19.json):\n\n| | prefill tokens/s | mlx-lm |", ["h200-decode-2026-11-19"]),
+    (H200_LATER, "with 32 rows:\n\n| | prefill tokens/s | mlx-lm |", ["h200-decode-long-rounds-2026-11-19"]),
+    (H200_LATER, "| | decode tokens/s | apart | ratio | of roofline |", ["h200-shared-16-2026-11-19"]),
+    (H200_LATER, "| right | 2 proposed |", ["h200-speculate-2026-11-19"]),
+]
 # Sentences that are about a file, by how they begin.
 SENTENCES = [
     ("docs/speculation.md", "answer copies are generated", ["cpu-speculate-2026-11-19"]),
