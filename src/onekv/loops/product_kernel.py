@@ -7,11 +7,13 @@ packed ones are unpacked in registers.
     unpack4, unpack8    the same as float32, for many rows, which BLAS multiplies faster
 
 A packed weight is q * scale + bias, each operation rounded, as in `mx.dequantize`. Products use exactly these weights,
-so NaN and infinities propagate as usual.
+so NaN and infinities propagate as usual. Where an instruction looks up sixteen numbers in a register (AVX-512), the
+sixteen weights that a group of 4 bits can have are computed once, and codes are looked up.
 
 Each result is one sum, whose order depends only on the length of a row: blocks of 32 numbers, one after the other, each
-as two vectors of 16 that are multiplied and added to 16 sums; these are added in halves; then the numbers after the
-last whole block. So the result for a row is the same alone and in a batch, with one thread and with several.
+as two vectors of 16 that are multiplied and added to 16 sums; these are added in halves, those of 16 results at once;
+then the numbers after the last whole block. So the result for a row is the same alone and in a batch, with one thread
+and with several.
 
 numba leaves the order of sums, and whether vector instructions are used at all, to LLVM. Here the innermost loops are
 written in LLVM IR (`_tile`), on vectors of 16 floats, which LLVM splits if the processor's are shorter. A tile is the
@@ -20,7 +22,7 @@ fast-math rules are used. Compiled code is cached on disk and compiled again whe
 compiled functions of other files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,16 @@ Array = np.ndarray[Any, Any]
 # Numbers of a vector, and of a block; groups are whole blocks.
 LANES, BLOCK = 16, 32
 PLAIN = 0
-# Rows of weights that are asked of memory ahead. Processors foresee float32 by themselves, but not fewer bytes at a
-# time: without this, 8 bits were read from memory at two thirds of the speed.
-AHEAD = 8
-# Columns that are multiplied with eight rows at a time: as many as there are registers for their sums.
-COLUMNS = 3 if binding.get_host_cpu_features().get("avx512f") else 2
+# Bytes of weights that are asked of memory ahead, one line of the cache at a time: processors do not foresee enough by
+# themselves while they multiply, and a line that is asked for twice takes as long as two products.
+AHEAD, LINE = 8192, 64
+# Whether a register has sixteen numbers, and an instruction looks up sixteen in it.
+WIDE = bool(binding.get_host_cpu_features().get("avx512f"))
+# Columns that are multiplied at a time with four rows if they are packed, and with eight if not: as many as there are
+# registers for.
+PACKED_COLUMNS, PLAIN_COLUMNS = (4, 3) if WIDE else (2, 2)
+# Columns that are multiplied with the first rows before they are with the next ones, from the processor's cache.
+NEAR = 24
 
 FLOAT, HALF, BYTE, SHORT, WORD, LONG = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -110,45 +117,115 @@ class _Emit:
         )
         return self.builder.call(function, [a, b, total])
 
-    def sum(self, vector: Any) -> Any:
-        """Of a vector's numbers, in halves."""
-        count = vector.type.count
-        while count > 1:
-            count //= 2
-            first, second = list(range(count)), list(range(count, 2 * count))
-            vector = self.builder.fadd(self.pick(vector, vector, first), self.pick(vector, vector, second))
-        return self.builder.extract_element(vector, WORD(0))
+    def sums(self, vectors: list[Any]) -> list[Any]:
+        """Of each vector's numbers, in halves; of several vectors at once, so that no part of a vector is idle."""
+        found: list[Any] = []
+        for first in range(0, len(vectors), LANES):
+            some = vectors[first : first + LANES]
+            while len(some) & len(some) - 1:
+                some.append(some[0])
+            found += self._sums(some)
+        return found[: len(vectors)]
+
+    def _sums(self, vectors: list[Any]) -> list[Any]:
+        """Of sixteen vectors, or eight, or four, two, one."""
+        size = LANES
+        while size > 1:
+            size //= 2
+            parts = range(0, vectors[0].type.count, 2 * size)
+            # The vectors in pairs; at last there is one, of which the halves are added.
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0], None)]
+            vectors = [self._halves(one, other, parts, size) for one, other in pairs]
+        (last,) = vectors
+        return [self.builder.extract_element(last, WORD(place)) for place in range(last.type.count)]
+
+    def _halves(self, one: Any, other: Any, parts: range, size: int) -> Any:
+        """The two halves of each part added."""
+        firsts = [part + i for part in parts for i in range(size)]
+        if other is not None:
+            firsts += [one.type.count + place for place in firsts]
+        else:
+            other = one
+        return self.builder.fadd(self.pick(one, other, firsts), self.pick(one, other, [at + size for at in firsts]))
+
+    def permute(self, table: Any, places: Any) -> Any:
+        """Numbers of `table` at these places, of which the lowest four bits count."""
+        kind = ir.FunctionType(FLOATS, [FLOATS, places.type])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        return self.builder.call(function, [table, places])
 
 
 class _Weights:
     """A matrix, as blocks of 32 weights of a row: two vectors. Those of 4 bits are the even and the odd ones."""
 
-    def __init__(self, emit: _Emit, bits: int, kinds: Sequence[Any], values: Sequence[Any], shift: Any) -> None:
-        self.emit, self.bits, self.shift = emit, bits, shift
+    def __init__(
+        self, emit: _Emit, bits: int, kinds: Sequence[Any], values: Sequence[Any], shift: Any, held: bool = True
+    ) -> None:
+        """`held`: there are registers for what unpacks a group."""
+        self.emit, self.bits, self.held = emit, bits, bits != PLAIN and held
+        self.looks_up = bits == 4 and WIDE
+        # Blocks of a group are 1 << shift.
+        self.shift = shift if bits else LONG(0)
         self.number, self.data, (_, self.width) = emit.array(kinds[0], values[0])
         if bits != PLAIN:
             self.scale, self.scales, (_, self.groups) = emit.array(kinds[1], values[1])
             self.bias, self.biases, _ = emit.array(kinds[2], values[2])
 
-    def block(self, row: Any, block: Any) -> tuple[Any, Any]:
+    def each_block(self, rows: list[Any], count: Any, do: Callable[[Any, list[Any]], None]) -> None:
+        """Code that does it with each of `count` blocks, and with what unpacks it in each of `rows`, which is made for
+        each block again unless it is held."""
+        builder = self.emit.builder
+        if not self.held:
+            with cgutils.for_range(builder, count) as loop:
+                group = builder.lshr(loop.index, self.shift)
+                do(loop.index, [self.group(row, group) for row in rows])
+            return
+        with cgutils.for_range(builder, builder.lshr(count, self.shift)) as outer:
+            unpackers = [self.group(row, outer.index) for row in rows]
+            first = builder.shl(outer.index, self.shift)
+            with cgutils.for_range(builder, builder.shl(LONG(1), self.shift)) as loop:
+                do(builder.add(first, loop.index), unpackers)
+
+    def group(self, row: Any, group: Any) -> Any:
+        """What a group's codes are unpacked with: what each of the 16 stands for, or scale and bias."""
+        if self.bits == PLAIN:
+            return None
         emit, builder = self.emit, self.emit.builder
-        bytes_of_block = BLOCK * self.bits // 8 if self.bits else BLOCK
-        at = builder.add(builder.mul(row, self.width), builder.mul(block, LONG(bytes_of_block)))
-        if self.number != FLOAT:
-            emit.prefetch(self.data, builder.add(at, builder.mul(self.width, LONG(AHEAD))))
+        at = builder.add(builder.mul(row, self.groups), group)
+        scale = emit.spread(emit.load(self.scale, self.scales, at, 1))
+        bias = emit.spread(emit.load(self.bias, self.biases, at, 1))
+        if self.looks_up:
+            return builder.fadd(builder.fmul(FLOATS([float(code) for code in range(LANES)]), scale), bias)
+        return scale, bias
+
+    def block(self, row: Any, block: Any, group: Any) -> tuple[Any, Any]:
+        emit, builder = self.emit, self.emit.builder
+        at = builder.add(builder.mul(row, self.width), builder.mul(block, LONG(self._numbers)))
         first = emit.load(self.number, self.data, at, LANES)
         if self.bits == 4:
             words = first.type
+            if self.looks_up:
+                return emit.permute(group, first), emit.permute(group, builder.lshr(first, emit.all(words, 4)))
             low, high = builder.and_(first, emit.all(words, 15)), builder.lshr(first, emit.all(words, 4))
-            return self._scaled(row, block, low, high)
+            return self._scaled(group, low, high)
         second = emit.load(self.number, self.data, builder.add(at, LONG(LANES)), LANES)
-        return self._scaled(row, block, first, second) if self.bits else (first, second)
+        return self._scaled(group, first, second) if self.bits else (first, second)
 
-    def _scaled(self, row: Any, block: Any, first: Any, second: Any) -> tuple[Any, Any]:
+    def ask(self, row: Any, rows: int, block: Any) -> None:
+        """Asks memory for as much as this block of `rows` rows has, of what is multiplied later."""
         emit, builder = self.emit, self.emit.builder
-        group = builder.add(builder.mul(row, self.groups), builder.lshr(block, self.shift))
-        scale = emit.spread(emit.load(self.scale, self.scales, group, 1))
-        bias = emit.spread(emit.load(self.bias, self.biases, group, 1))
+        size, numbers = {FLOAT: 4, HALF: 2, SHORT: 2, BYTE: 1}[self.number], rows * self._numbers
+        at = builder.add(builder.mul(row, self.width), builder.mul(block, LONG(numbers)))
+        for first in range(0, numbers * size, LINE):
+            emit.prefetch(self.data, builder.add(at, LONG((AHEAD + first) // size)))
+
+    @property
+    def _numbers(self) -> int:
+        """How many of the array's numbers a block has."""
+        return BLOCK * self.bits // 8 if self.bits else BLOCK
+
+    def _scaled(self, group: Any, first: Any, second: Any) -> tuple[Any, Any]:
+        builder, (scale, bias) = self.emit.builder, group
         codes = (builder.sitofp(first, FLOATS), builder.sitofp(second, FLOATS))
         a, b = (builder.fadd(builder.fmul(each, scale), bias) for each in codes)
         return a, b
@@ -178,7 +255,8 @@ def _tile(bits: int, rows: int, columns: int) -> Any:
 
         def emitted(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             emit = _Emit(context, builder)
-            weights = _Weights(emit, bits, kinds[1:4], values[1:4], values[4])
+            held = WIDE or (bits == 8 and rows == 1)
+            weights = _Weights(emit, bits, kinds[1:4], values[1:4], values[4], held)
             _emit_tile(emit, weights, (x, values[0]), (out, values[5]), (rows, columns), values[6:])
             return context.get_dummy_value()
 
@@ -200,16 +278,21 @@ def _emit_tile(emit: _Emit, weights: _Weights, x: Any, out: Any, size: tuple[int
     starts = [builder.mul(each, k) for each in own]
     pairs = [(i, j) for i in range(size[0]) for j in range(size[1])]
     sums = {pair: cgutils.alloca_once_value(builder, emit.all(FLOATS, 0)) for pair in pairs}
-    with cgutils.for_range(builder, builder.lshr(k, LONG(5))) as loop:
-        blocks = [weights.block(each, loop.index) for each in columns]
+
+    def add(block: Any, unpackers: list[Any]) -> None:
+        weights.ask(column, size[1], block)
+        both = [weights.block(*each) for each in zip(columns, [block] * size[1], unpackers, strict=True)]
         for i, start in enumerate(starts):
-            at = builder.add(start, builder.mul(loop.index, LONG(BLOCK)))
+            at = builder.add(start, builder.mul(block, LONG(BLOCK)))
             first = emit.load(FLOAT, inputs, at, LANES)
             second = emit.load(FLOAT, inputs, builder.add(at, LONG(LANES)), LANES)
-            for j, (a, b) in enumerate(blocks):
+            for j, (a, b) in enumerate(both):
                 total = emit.add_product(first, a, builder.load(sums[i, j]))
                 builder.store(emit.add_product(second, b, total), sums[i, j])
-    totals = {pair: cgutils.alloca_once_value(builder, emit.sum(builder.load(sums[pair]))) for pair in pairs}
+
+    weights.each_block(columns, builder.lshr(k, LONG(5)), add)
+    added = emit.sums([builder.load(sums[pair]) for pair in pairs])
+    totals = {pair: cgutils.alloca_once_value(builder, total) for pair, total in zip(pairs, added, strict=True)}
     if weights.bits == PLAIN:
         with cgutils.for_range(builder, k, start=builder.and_(k, LONG(-BLOCK))) as loop:
             for i, j in pairs:
@@ -222,33 +305,47 @@ def _emit_tile(emit: _Emit, weights: _Weights, x: Any, out: Any, size: tuple[int
         builder.store(builder.load(totals[i, j]), emit.at(results, at, FLOAT))
 
 
+def _tiles(bits: int, rows: int, columns: int) -> Any:
+    """Numba's function for up to `rows` rows from `row` on and the columns from `start` to `end`.
+
+    It is a function of its own because LLVM would keep fewer sums in registers if it had all tiles in one.
+    """
+    tile = _tile(bits, rows, columns)
+
+    @compiled
+    def tiles(
+        x: Array, weight: Array, scales: Array, biases: Array, shift: int, out: Array, row: int, start: int, end: int
+    ) -> None:
+        for column in range(start, end, columns):
+            tile(x, weight, scales, biases, shift, out, row, column, end)
+
+    return tiles
+
+
 def _columns(bits: int) -> Any:
     """Numba's function for all rows and the columns from `start` to `end`."""
-    one, two, four, eight = _tile(bits, 1, 4), _tile(bits, 2, 4), _tile(bits, 4, 2), _tile(bits, 8, COLUMNS)
+    one, two, four = _tiles(bits, 1, 4), _tiles(bits, 2, 4), _tiles(bits, 4, PACKED_COLUMNS if bits else 2)
+    # What weights are unpacked with takes registers.
+    most, eight = (4, four) if bits else (8, _tiles(bits, 8, PLAIN_COLUMNS))
 
     @compiled
     def columns(
         x: Array, weight: Array, scales: Array, biases: Array, shift: int, out: Array, start: int, end: int
     ) -> None:
-        rows, row = x.shape[0], 0
-        while row < rows:
-            left = rows - row
-            if left > 4:
-                for column in range(start, end, COLUMNS):
-                    eight(x, weight, scales, biases, shift, out, row, column, end)
-                row += 8
-            elif left > 2:
-                for column in range(start, end, 2):
-                    four(x, weight, scales, biases, shift, out, row, column, end)
-                row += 4
-            elif left == 2:
-                for column in range(start, end, 4):
-                    two(x, weight, scales, biases, shift, out, row, column, end)
-                row += 2
-            else:
-                for column in range(start, end, 4):
-                    one(x, weight, scales, biases, shift, out, row, column, end)
-                row += 1
+        rows = x.shape[0]
+        step = end - start if rows <= most else NEAR
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            for row in range(0, rows, most):
+                left = min(rows - row, most)
+                if left > 4:
+                    eight(x, weight, scales, biases, shift, out, row, first, last)
+                elif left > 2:
+                    four(x, weight, scales, biases, shift, out, row, first, last)
+                elif left == 2:
+                    two(x, weight, scales, biases, shift, out, row, first, last)
+                else:
+                    one(x, weight, scales, biases, shift, out, row, first, last)
 
     return columns
 
@@ -329,7 +426,8 @@ def _unpack(bits: int) -> Any:
             _, results, (_, k) = emit.array(out, values[4])
             start = builder.mul(values[5], k)
             with cgutils.for_range(builder, builder.lshr(k, LONG(5))) as loop:
-                first, second = weights.block(values[5], loop.index)
+                group = weights.group(values[5], builder.lshr(loop.index, weights.shift))
+                first, second = weights.block(values[5], loop.index, group)
                 if bits == 4:
                     first, second = (emit.pick(first, second, part) for part in (TURNS[:LANES], TURNS[LANES:]))
                 at = builder.add(start, builder.mul(loop.index, LONG(BLOCK)))
