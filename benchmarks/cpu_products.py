@@ -2,6 +2,8 @@
 
     python benchmarks/cpu_products.py               all matrices and kinds
     python benchmarks/cpu_products.py --threads 1   loops with one thread; MLX keeps as many as it takes
+    python benchmarks/cpu_products.py --alone       without MLX, whose threads stay on their cores for a while
+    python benchmarks/cpu_products.py --alone --matrix 8192x2048 --matrix 2048x8192
 
 Each line is the best of several rounds, in which both take turns. Each call has other memory to read, so that weights
 come from RAM, as in a model, and not from the processor's caches; GB/s counts their bytes, with scales and biases.
@@ -54,19 +56,20 @@ def times(calls: list[list[Callable[[], Any]]], rounds: int) -> list[float]:
     return best
 
 
-def measure(n: int, k: int, kind: str, rounds: int) -> None:
+def measure(n: int, k: int, kind: str, rounds: int, alone: bool) -> None:
     copies, size = layers(n, k, kind)
     made = [products.product(layer) for layer in copies]
-    for rows in (1, 4, 8):
+    for rows in (1, 2, 4, 8):
         x = np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32)
         given = mx.array(x)
         ours = [lambda each=each, x=x: each(x) for each in made]
         theirs = [lambda each=each, given=given: mx.eval(each(given)) for each in copies]
         assert np.allclose(ours[0](), np.asarray(copies[0](given)), atol=1e-3)
-        own, other = times([ours, theirs], rounds)
+        own, *others = times([ours] if alone else [ours, theirs], rounds)
+        beside = "".join(f"   MLX {other * 1e6:7.0f} us  {other / own:5.1f}x" for other in others)
         print(
             f"{n:6} x {k:4}  {kind}  {rows} rows  {own * 1e6:7.0f} us  {n * k / own / 1e9:5.1f} billion weights/s  "
-            f"{size / own / 1e9:5.1f} GB/s   MLX {other * 1e6:7.0f} us  {other / own:5.1f}x",
+            f"{size / own / 1e9:5.1f} GB/s{beside}",
             flush=True,
         )
 
@@ -84,17 +87,24 @@ def compile_all() -> float:
     return time.perf_counter() - start
 
 
+def _matrix(text: str) -> tuple[int, int]:
+    n, k = map(int, text.split("x"))
+    return n, k
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, help="of the loops")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--matrix", action="append", type=_matrix, metavar="OUTPUTSxINPUTS")
     arguments = parser.parse_args()
     if arguments.threads:
         products.threads = lambda: arguments.threads
     print(f"compiled or loaded in {compile_all():.1f} s; {products.threads()} threads", flush=True)
-    for n, k in MATRICES:
+    for n, k in arguments.matrix or MATRICES:
         for kind in KINDS:
-            measure(n, k, kind, arguments.rounds)
+            measure(n, k, kind, arguments.rounds, arguments.alone)
 
 
 if __name__ == "__main__":
