@@ -71,8 +71,9 @@ _watcher = _Watcher()
 _lock = threading.Lock()
 _watchers = 0
 _rope: Callable[..., mx.array] = mx.fast.rope
-# What is replaced while there are watchers: where its name is, what it is, and what is there instead.
-_replaced: dict[tuple[ModuleType, str], tuple[Any, Any]] = {}
+# What is replaced while there are watchers: by what, and what it was before.
+_replaced: dict[tuple[ModuleType, str], Callable[..., mx.array]] = {}
+_before: dict[tuple[ModuleType, str], Any] = {}
 
 
 def notes() -> Notes | None:
@@ -93,17 +94,23 @@ def watching(alike: bool = False) -> Iterator[Notes]:
 
 
 def replace_while_watched(where: ModuleType, name: str, by: Callable[..., mx.array]) -> None:
-    """`where`'s function of that name is `by` whenever a thread watches."""
+    """`where`'s function of that name is `by` from the next time on that threads begin to watch until none does."""
     with _lock:
-        _replaced.setdefault((where, name), (getattr(where, name), by))
+        _replaced[where, name] = by
 
 
 def _replace(more: int) -> None:
     global _watchers
     with _lock:
         _watchers += more
-        for (where, name), (stock, ours) in _replaced.items():
-            setattr(where, name, ours if _watchers else stock)
+        if _watchers == 0:
+            for (where, name), stock in _before.items():
+                setattr(where, name, stock)
+            _before.clear()
+        elif not _before:
+            for (where, name), ours in _replaced.items():
+                _before[where, name] = getattr(where, name)
+                setattr(where, name, ours)
 
 
 def _noted(a: mx.array, dims: int, **how: Any) -> mx.array:

@@ -56,20 +56,20 @@ def test_other_models(name):
 
 def test_while_a_model_is_watched_gate_and_up_are_one_launch(cuda, monkeypatch):
     monkeypatch.setattr(joined, "on_cuda", lambda: True)
-    launches, stock = [], products._launch
-    monkeypatch.setattr(products, "_launch", lambda *given: launches.append(given) or stock(*given))
+    launches, launch = [], products._launch
+    monkeypatch.setattr(products, "_launch", lambda *given: launches.append(given) or launch(*given))
     model = llama()
     model.set_dtype(mx.bfloat16)
     join_products(model)
-    tokens = mx.array([[5], [7]])
+    tokens, stock = mx.array([[5], [7]]), llama_module.swiglu
     mx.eval(expected := model(tokens))
     # q, k and v, and gate and up, of each layer: then the latter twice, of which nobody needs the first.
     assert len(launches) == 2 * 3
     with watching():
         found = model(tokens)
-        assert len(launches) == (2 + 3) * 3 and activations.swiglu is not llama_module.swiglu
+        assert len(launches) == (2 + 3) * 3 and llama_module.swiglu is not stock
     assert mx.abs(found - expected).max() < 0.05 * mx.abs(expected).max()
-    assert activations.swiglu is llama_module.swiglu
+    assert llama_module.swiglu is stock
 
 
 def test_what_is_not_made_of_both_halves_stays_as_it_is(cuda, monkeypatch):

@@ -18,15 +18,13 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedLinear
-from mlx_lm.models import activations
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cuda import products
 from ..cuda.source import on_cuda
 from ..traces import Half, notes, replace_while_watched
+from . import packed
 from .layers import replace_layers
-
-_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
 
 class Joint:
@@ -110,7 +108,7 @@ def _gated(gate: mx.array, x: mx.array) -> mx.array:
     half = noted.half(gate) if noted is not None else None
     if half is not None and half.other is x:
         return products.gated(half.layer, half.x, half.number)
-    return _swiglu(gate, x)
+    return packed.stock_swiglu(gate, x)
 
 
 def _find(model: Module) -> list[tuple[Module, list[str]]]:
@@ -175,7 +173,7 @@ def _join(parent: Module, names: list[str], kernel: bool) -> None:
             del layer[key]
     made = Joint(joint, ends, kernel)
     module = sys.modules[type(parent).__module__]
-    if kernel and getattr(module, "swiglu", None) is _swiglu:
+    if kernel and getattr(module, "swiglu", None) in (packed.stock_swiglu, packed.gated):
         replace_while_watched(module, "swiglu", _gated)
     for number, name in enumerate(names):
         parent[name] = Part(made, number)
