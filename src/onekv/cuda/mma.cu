@@ -1,5 +1,5 @@
-// What is added to a product is written as fmaf(), and a product that nothing may be added to as __fmul_rn(): else the
-// compiler chooses, for each kernel anew, and what kernels compute for the same token differs in its last bit.
+// In kernels that must agree to the last bit, what is added to a product is written as fmaf(), and a product that nothing
+// may be added to as __fmul_rn(): else the compiler chooses, for each kernel anew.
 
 template <typename T> __device__ inline void mma(float* c, const uint32_t* a, uint32_t b0, uint32_t b1);
 

@@ -92,19 +92,15 @@ def way(rows: int, k: int, n: int) -> tuple[int, int]:
     return outs, BATCH_OF_MORE if -(-rows // 8) + 2 * outs <= 10 else 1
 
 
-def multiply(layer: Weights, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
-    """What `layer` makes of `x` [rows, 1, k], its columns apart where `ends` say."""
-    return _launch(layer, x, ends)
-
-
 def gated(layer: Weights, x: mx.array, gate: int) -> mx.array:
     """`silu(gate) * up` of `x` [rows, 1, k], where half `gate` (0 or 1) of the columns that `layer` makes is the gate,
     and the other is `up`."""
     half = layer.weight.shape[0] // 2
-    return _launch(layer, x, (half,), half, gate)[0]
+    return multiply(layer, x, (half,), half, gate)[0]
 
 
-def _launch(layer: Weights, x: mx.array, ends: tuple[int, ...], half: int = 0, gate: int = 0) -> list[mx.array]:
+def multiply(layer: Weights, x: mx.array, ends: tuple[int, ...], half: int = 0, gate: int = 0) -> list[mx.array]:
+    """What `layer` makes of `x` [rows, 1, k], its columns apart where `ends` say; `half` columns if it is `gated`."""
     weight: mx.array = layer.weight
     n, k = weight.shape
     tiles = -(-x.shape[0] // 8)

@@ -8,7 +8,6 @@ order of summation. Few rows are multiplied by a kernel if there is one (`cuda.p
 separately; if a compiled step gives both halves of such a product to mlx-lm's `swiglu`, the kernel makes that, too.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -24,7 +23,7 @@ from ..cuda import products
 from ..cuda.source import on_cuda
 from ..traces import Half, notes, replace_while_watched
 from . import packed
-from .layers import replace_layers
+from .layers import modules_with, replace_layers
 
 
 class Joint:
@@ -94,11 +93,14 @@ def fuse(model: Module, kernels: bool = True) -> None:
 
 def join_products(model: Module, kernels: bool = True) -> int:
     """Joins what shares its input when the model runs; gives the number of products that are gone."""
-    saved = 0
+    saved, kernels = 0, kernels and on_cuda()
     for parent, names in _find(model):
         for some in _alike(parent, names):
-            _join(parent, some, kernels and on_cuda())
+            _join(parent, some, kernels)
             saved += len(some) - 1
+    if kernels:
+        for module in modules_with(model, "swiglu", [packed.stock_swiglu, packed.gated]):
+            replace_while_watched(module, "swiglu", _gated)
     return saved
 
 
@@ -172,8 +174,5 @@ def _join(parent: Module, names: list[str], kernel: bool) -> None:
             # Not twice for longer than it takes.
             del layer[key]
     made = Joint(joint, ends, kernel)
-    module = sys.modules[type(parent).__module__]
-    if kernel and getattr(module, "swiglu", None) in (packed.stock_swiglu, packed.gated):
-        replace_while_watched(module, "swiglu", _gated)
     for number, name in enumerate(names):
         parent[name] = Part(made, number)

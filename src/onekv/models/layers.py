@@ -1,6 +1,8 @@
-"""Replaces layers of a model."""
+"""Replaces layers of a model, and finds the modules that they are written in."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Collection
+from types import ModuleType
 from typing import Any
 
 from mlx.nn.layers.base import Module
@@ -17,3 +19,9 @@ def replace_layers(model: Module, make: Callable[[Any], Any]) -> int:
                     places[place] = made
                     count += 1
     return count
+
+
+def modules_with(model: Module, name: str, functions: Collection[Any]) -> list[ModuleType]:
+    """The Python modules of a model's parts in which `name` is one of `functions`."""
+    modules = {sys.modules[type(part).__module__] for part in model.modules()}
+    return [module for module in modules if getattr(module, name, None) in functions]

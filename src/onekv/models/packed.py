@@ -9,7 +9,6 @@ While a function is traced (`loops.program`), nothing can be evaluated: MLX's ow
 program then computes with the same loops.
 """
 
-import sys
 import threading
 import weakref
 from collections import deque
@@ -27,7 +26,7 @@ from mlx_lm.models import activations
 
 from ..loops import products, prompts
 from ..loops.graph import tracing
-from .layers import replace_layers
+from .layers import modules_with, replace_layers
 
 # Bound here: the module that defines it may have it replaced, too, since some models have parts from there.
 stock_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
@@ -131,9 +130,8 @@ def keep_packed(model: Module) -> list[Module]:
 
     Where its modules have mlx-lm's activation, that is replaced, too, as attention is (`memory.hook`).
     """
-    for name in {type(part).__module__ for part in model.modules()}:
-        if getattr(sys.modules[name], "swiglu", None) is stock_swiglu:
-            setattr(sys.modules[name], "swiglu", gated)  # noqa: B010
+    for module in modules_with(model, "swiglu", [stock_swiglu]):
+        setattr(module, "swiglu", gated)  # noqa: B010
     buffer, unpacked = Buffer(), list[Module]()
     replace_layers(model, lambda layer: _replaced(layer, buffer, unpacked))
     return unpacked
