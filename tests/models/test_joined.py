@@ -88,6 +88,19 @@ def test_what_is_not_made_of_both_halves_stays_as_it_is(cuda, monkeypatch):
         assert mx.allclose(llama_module.swiglu(up, gate), activations.swiglu(up, gate), rtol=0.02, atol=1e-3)
 
 
+def test_only_two_parts_are_halves(cuda, monkeypatch):
+    """With as many queries' columns as those of keys and values together, queries are half of a product, too."""
+    monkeypatch.setattr(joined, "on_cuda", lambda: True)
+    model = small_llama(3, num_hidden_layers=1, intermediate_size=64, num_key_value_heads=4, head_dim=32)
+    model.set_dtype(mx.bfloat16)
+    join_products(model)
+    attention, mlp, x = model.layers[0].self_attn, model.layers[0].mlp, mx.ones((2, 1, 64), mx.bfloat16)
+    with watching() as noted:
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+            assert noted.half(layer(x)) is None
+        assert noted.half(mlp.gate_proj(x)) is not None
+
+
 def test_a_part_that_is_called_alone_or_with_something_else_is_right():
     model = llama()
     attention = model.layers[0].self_attn

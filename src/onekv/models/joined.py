@@ -49,7 +49,7 @@ class Joint:
         if self._few is not None and products.fits(self._few, x):
             parts = products.multiply(self._few, x, self.bounds[1:])
             noted = notes()
-            if noted is not None and 2 * self.bounds[1] == self.bounds[-1]:
+            if noted is not None and len(parts) == 2 and 2 * self.bounds[1] == self.bounds[2]:
                 for number, part in enumerate(parts):
                     noted.add(part, Half(self._few, x, number, parts[1 - number]))
             return parts
